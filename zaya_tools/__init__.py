@@ -1,0 +1,23 @@
+"""ZAYA1 checkpoints: convert, inspect and prove them, from a script as from the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zaya_tools.checkpoint.conversion import convert
+    from zaya_tools.checkpoint.inspection import inspect
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "convert", "inspect"]
+
+_HOMES = {"convert": "zaya_tools.checkpoint.conversion", "inspect": "zaya_tools.checkpoint.inspection"}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: `import zaya_tools` and `zaya --help` must not pay for what a command alone needs.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

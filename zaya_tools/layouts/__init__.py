@@ -1,0 +1,1 @@
+"""Layouts: how checkpoints name and group the tensors of the table."""

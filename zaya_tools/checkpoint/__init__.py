@@ -1,0 +1,1 @@
+"""Reading, planning and writing checkpoints."""

@@ -1,0 +1,228 @@
+"""`zaya convert`: any layout to native or back to raw, bit-exact, in bounded memory, published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from zaya_tools.architecture import native_config
+from zaya_tools.checkpoint import skip
+from zaya_tools.checkpoint.carried import carried_quantization
+from zaya_tools.checkpoint.hub import locate
+from zaya_tools.checkpoint.manifest import manifest, source_files
+from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, fingerprint, parse_size, target_layout
+from zaya_tools.checkpoint.pump import ShardDigest, same_bytes
+from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles, side_files
+from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json
+from zaya_tools.checkpoint.writer import check_destination, discard, open_workspace, partial_folder
+from zaya_tools.dtypes import NAMES
+from zaya_tools.errors import LayoutError, SourceError, ZayaError
+from zaya_tools.layouts.match import Match, match, require
+from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
+from zaya_tools.layouts.raw import RAW
+from zaya_tools.layouts.raw_config import raw_config
+
+Advance = Callable[[int], None]
+Target = Literal["native", "raw"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that is planned and checked, with everything to say about it before a byte is written."""
+
+    source: Source
+    name: str
+    found: Match
+    plan: Plan
+    config: dict[str, Any]
+    sides: SideFiles
+    options: dict[str, Any]
+    skip: tuple[skip.SkipClass, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. `already_complete` says that a resumed run found nothing left to do."""
+
+    destination: Path
+    conversion: Conversion
+    digests: dict[str, ShardDigest]
+    already_complete: bool = False
+
+
+def plan_conversion(
+    source: str | Path, *, to: Target = "native", dtype: str = KEEP, max_shard_size: str | int = "5GB"
+) -> Conversion:
+    """Read a checkpoint's headers and plan its conversion; nothing is written.
+
+    `source` is a folder or hub id, `dtype` one of keep, bfloat16, float16, float32, `max_shard_size` bytes or a
+    size like "5GB". Raises a ZayaError for everything that would stop the conversion, bad numbers aside.
+    """
+    if to not in ("native", "raw"):
+        raise ZayaError(f"unknown layout {to!r}", "choose native or raw")
+    if dtype != KEEP and dtype not in NAMES:
+        raise ZayaError(f"unknown dtype {dtype!r}", f"choose {KEEP}, {', '.join(NAMES)}")
+    limit = parse_size(str(max_shard_size))
+    folder, name = locate(str(source))
+    opened = open_source(folder)
+    found = require(match(opened.tensors, opened.config, str(folder)))
+    work = plan_match(opened, found, name, to=to, dtype=dtype, max_shard_bytes=limit)
+    _check_tied_head(found)
+    return work
+
+
+def plan_match(
+    opened: Source,
+    found: Match,
+    name: str,
+    *,
+    to: Target = "native",
+    dtype: str = KEEP,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Conversion:
+    """Plan the conversion of an opened checkpoint whose match has no problems, from headers and small tensors alone."""
+    _refuse_same_layout(found, to, dtype, name)
+    geometry = found.architecture
+    written = replace(
+        geometry,
+        clamp_temp=geometry.clamp_temp and to == "raw",
+        dtype=geometry.dtype if dtype == KEEP else dtype,
+    )
+    target = RAW if to == "raw" else target_layout(found)
+    plan = build_plan(found, target, written, dtype=NAMES.get(dtype, KEEP), max_shard_bytes=max_shard_bytes)
+    config = raw_config(written) if to == "raw" else native_config(written)
+    quantization = carried_quantization(found, opened.config)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    classes = skip.skip_classes(found)
+    return Conversion(
+        source=opened,
+        name=name,
+        found=found,
+        plan=plan,
+        config=config,
+        sides=side_files(opened.folder),
+        options={"to": to, "dtype": dtype, "max_shard_bytes": max_shard_bytes},
+        skip=classes,
+        notes=(*found.notes, *_notes(plan, opened)),
+        warnings=tuple(skip.warnings(classes)),
+    )
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: Target = "native",
+    dtype: str = KEEP,
+    max_shard_size: str | int = "5GB",
+    resume: bool = False,
+    force: bool = False,
+    workers: int | None = None,
+    advance: Advance | None = None,
+    planned: Conversion | None = None,
+) -> Converted:
+    """Convert a checkpoint to `destination`, which appears whole or not at all.
+
+    Options as in `plan_conversion`, whose result may be given as `planned`; `workers` are threads (default: the
+    cores and two more), `advance` is called with source bytes done. Raises a ZayaError; after one, or after a
+    kill, `resume=True` continues with the shards that were finished.
+    """
+    if workers is not None and workers < 1:
+        raise ZayaError(f"{workers} workers cannot do anything", "give at least one")
+    target = Path(destination).expanduser()
+    work = planned or plan_conversion(source, to=to, dtype=dtype, max_shard_size=max_shard_size)
+    if resume and _complete(target, work):
+        discard(partial_folder(target))
+        return Converted(target, work, {}, already_complete=True)
+    check_destination(target, work.source.folder, force)
+    small = {name: _side_file(work.source.folder / name) for name in work.sides.copied}
+    small[CONFIG] = _json(work.config)
+    small[INDEX] = _json(work.plan.index())
+    stamp = fingerprint(work.plan, work.source.headers, {"options": work.options, "config": work.config})
+    with open_workspace(target, work.plan, stamp, resume=resume, force=force) as space:
+        report = advance or (lambda _: None)
+        report(sum(s.nbytes for digest in space.finished.values() for s in digest.segments))
+        digests = space.write(work.plan, workers or (os.cpu_count() or 1) + 2, report)
+        for name, content in small.items():
+            space.add(name, content)
+        record = manifest(
+            name=work.name,
+            found=work.found,
+            headers=work.source.headers,
+            plan=work.plan,
+            options=work.options,
+            digests=digests,
+            files=small,
+            notes=work.notes,
+            warnings=work.warnings,
+        )
+        space.add(MANIFEST, record)
+        space.publish(target)
+    return Converted(target, work, digests)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _side_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def _refuse_same_layout(found: Match, to: str, dtype: str, name: str) -> None:
+    native = found.layout in (NATIVE, NATIVE_PER_EXPERT)
+    same = (to == "native" and native and not found.renamed) or (to == "raw" and found.layout is RAW)
+    if same and dtype == KEEP:
+        other = "go back with --to raw" if native else "convert it with --to native"
+        raise LayoutError(f"{name} is already {to}; nothing was written", f"use it as it is, or {other}")
+
+
+def _check_tied_head(found: Match) -> None:
+    if found.head_alias is None:
+        return
+    embedding = found.bound["model.embed_tokens.weight"][0].tensor
+    if embedding is None or not same_bytes(found.head_alias, embedding):
+        raise LayoutError(
+            "lm_head.weight differs from the embedding although the config ties them",
+            "set tie_word_embeddings to false in config.json if the head was trained apart",
+        )
+
+
+def _notes(plan: Plan, source: Source) -> list[str]:
+    notes = []
+    if any(output.operation == BAKE for output in plan.outputs()):
+        notes.append("clamp_temp: exp(clamp(temp, 1e-7, 2)) was baked into the key temperatures, in float32")
+    for ignored in source.ignored:
+        notes.append(f"{ignored} is not part of the checkpoint (its index does not name it) and was left alone")
+    return notes
+
+
+def _complete(destination: Path, work: Conversion) -> bool:
+    """Whether `destination` already is what this conversion would write."""
+    if not (destination / MANIFEST).is_file():
+        return False
+    try:
+        recorded = read_json(destination / MANIFEST)
+    except SourceError:
+        return False
+    files = recorded.get("files", {})
+    if recorded.get("options") != work.options:
+        return False
+    if recorded.get("source", {}).get("files") != source_files(work.source.headers):
+        return False
+    return all(
+        isinstance(facts := files.get(shard.filename), dict)
+        and facts.get("bytes") == shard.nbytes
+        and (destination / shard.filename).is_file()
+        for shard in work.plan.shards
+    )

@@ -1,0 +1,99 @@
+"""The only place that prints: people's text, or one JSON document on stdout, never both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def size(nbytes: float) -> str:
+    """Decimal bytes in three digits: 17.7 GB."""
+    for unit in UNITS:
+        if nbytes < 999.5 or unit == UNITS[-1]:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def count(number: float) -> str:
+    """A large number as people say it: 8.84 B."""
+    for limit, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+class Output:
+    """Text for people goes to stdout, notices and progress to stderr; with `as_json` stdout has the document alone."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        # Tables must not be cut off where the output is a pipe or a log of unknown width.
+        width = None if sys.stdout.isatty() else 140
+        self._out = Console(width=width, highlight=False, soft_wrap=False)
+        self._err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 1000)
+
+    def text(self, line: str = "") -> None:
+        """A line for people; nothing in JSON mode. Markup is not interpreted: names may hold brackets."""
+        if not self.as_json:
+            self._out.print(line, markup=False, soft_wrap=True)
+
+    def heading(self, line: str) -> None:
+        """A line that stands out."""
+        if not self.as_json:
+            self._out.print(line, style="bold", markup=False, soft_wrap=True)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """A table for people; columns whose cells are all numbers or sizes align right."""
+        if self.as_json or not rows:
+            return
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+        for index, column in enumerate(columns):
+            numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._out.print(table, markup=False)
+
+    def warn(self, line: str) -> None:
+        """A warning, on stderr."""
+        self._err.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+
+    def document(self, value: dict[str, Any]) -> None:
+        """The one JSON document; nothing without JSON mode."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes done; a bar with rate and time left where stderr is a terminal."""
+        if not self._err.is_terminal:
+            yield lambda _: None
+            return
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda done: bar.advance(task, done)

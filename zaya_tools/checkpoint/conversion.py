@@ -15,9 +15,9 @@ from zaya_tools.checkpoint.carried import carried_quantization
 from zaya_tools.checkpoint.hub import locate
 from zaya_tools.checkpoint.manifest import manifest, source_files
 from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, fingerprint, parse_size, target_layout
-from zaya_tools.checkpoint.pump import ShardDigest, same_bytes
+from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles, side_files
-from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json
+from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json, same_bytes
 from zaya_tools.checkpoint.writer import check_destination, discard, open_workspace, partial_folder
 from zaya_tools.dtypes import NAMES
 from zaya_tools.errors import LayoutError, SourceError, ZayaError

@@ -1,12 +1,13 @@
 """Moves a shard's bytes: read, scan, convert, write in several threads, and hash in order.
 
-Memory is `workers` fixed buffers, whatever the size of the model. The heavy calls (pread, pwrite, hashing, numpy
-reductions) release the interpreter's lock, so threads use all cores even for a single shard.
+The file is cut into blocks. A worker fills a block with the stretches of source tensors that belong there, so
+memory is a buffer a worker, whatever the size of the model. The heavy calls (pread, pwrite, hashing, numpy
+reductions) release the interpreter's lock: threads use all cores even for a single shard.
 """
 
 from __future__ import annotations
 
-import os
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,11 @@ import numpy as np
 from blake3 import blake3
 
 from zaya_tools.checkpoint.plan import BAKE, COPY, Output, Piece, Shard
-from zaya_tools.checkpoint.source import read_into
+from zaya_tools.checkpoint.shardfile import PAGE, ShardFile
+from zaya_tools.checkpoint.source import BLOCK, read_into, stretches
 from zaya_tools.dtypes import SIZES, Bytes, from_float32, nonfinite, to_float32
 from zaya_tools.errors import NonFiniteError
 from zaya_tools.tensors import TensorInfo
-
-CHUNK = 4 * 2**20
-"""Bytes of source that a worker holds at a time: large enough for full disk speed, small enough for the cache."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +46,46 @@ class ShardDigest:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    output: Output
+class _Region:
+    """Bytes [start, end) of the shard file: one piece of one output, or the header when there is no output."""
+
+    start: int
+    end: int
+    output: Output | None
+    piece: Piece | None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Source bytes that a block was made of; `last` says that they end their piece."""
+
+    data: Bytes
     piece: Piece
-    offset: int  # in the piece, bytes
-    nbytes: int
-    destination: int  # in the shard file, bytes
-    last: bool  # of its piece
+    last: bool
 
 
-def _chunks(shard: Shard) -> Iterator[_Chunk]:
-    position = len(shard.header)
+def _regions(shard: Shard) -> list[_Region]:
+    regions = [_Region(0, len(shard.header), None, None)]
     for output in shard.outputs:
-        ratio = SIZES[output.dtype] / SIZES[output.source_dtype]
         for piece in output.pieces:
-            for offset in range(0, piece.nbytes, CHUNK):
-                nbytes = min(CHUNK, piece.nbytes - offset)
-                yield _Chunk(output, piece, offset, nbytes, position, offset + nbytes == piece.nbytes)
-                position += int(nbytes * ratio)
+            start = regions[-1].end
+            length = piece.nbytes // SIZES[output.source_dtype] * SIZES[output.dtype]
+            regions.append(_Region(start, start + length, output, piece))
+    return regions
+
+
+def _blocks(regions: Sequence[_Region], block: int) -> Iterator[tuple[int, int, list[_Region]]]:
+    """(start, end, regions that overlap) of every block of the file."""
+    size = regions[-1].end
+    first = 0
+    for start in range(0, size, block):
+        end = min(start + block, size)
+        while regions[first].end <= start:
+            first += 1
+        last = first
+        while last < len(regions) and regions[last].start < end:
+            last += 1
+        yield start, end, list(regions[first:last])
 
 
 class _Failed(Exception):
@@ -77,12 +98,12 @@ class _Order:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._turn = 0
-        self._failed = False
+        self.failed = False
 
     def wait(self, ticket: int) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._turn == ticket or self._failed)
-            if self._failed:
+            self._condition.wait_for(lambda: self._turn == ticket or self.failed)
+            if self.failed:
                 raise _Failed
 
     def done(self) -> None:
@@ -92,15 +113,11 @@ class _Order:
 
     def fail(self) -> None:
         with self._condition:
-            self._failed = True
+            self.failed = True
             self._condition.notify_all()
 
-    @property
-    def failed(self) -> bool:
-        return self._failed
 
-
-class _Descriptors:
+class _Sources:
     """Source files, opened once."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -108,11 +125,12 @@ class _Descriptors:
         self._open: dict[Path, int] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, file: Path) -> int:
+    def read(self, tensor: TensorInfo, start: int, into: Bytes) -> None:
         with self._lock:
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(file.open("rb", buffering=0)).fileno()
-            return self._open[file]
+            if tensor.file not in self._open:
+                self._open[tensor.file] = self._stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
+            descriptor = self._open[tensor.file]
+        read_into(descriptor, into, tensor.start + start, tensor.file.name)
 
 
 def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int], None]) -> ShardDigest:
@@ -121,41 +139,42 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
     `advance` is called with the source bytes done, from any thread. Raises NonFiniteError before a NaN or an
     infinity is converted or published, OSError from the file system.
     """
-    digest = blake3(shard.header)
+    digest = blake3()
     segments: list[Segment] = []
+    running = [blake3()]  # the digest of the current source stretch
     order = _Order()
     take = threading.Lock()
-    tickets = enumerate(_chunks(shard))
-    running = [blake3()]  # the digest of the current source stretch
+    tickets = enumerate(_blocks(_regions(shard), BLOCK))
+
+    def hash_in_order(block: Bytes, reads: Sequence[_Read]) -> None:
+        digest.update(block.data)
+        for read in reads:
+            running[0].update(read.data.data)
+            if read.last:
+                piece = read.piece
+                segments.append(Segment(piece.tensor.name, piece.offset, piece.nbytes, running[0].hexdigest()))
+                running[0] = blake3()
 
     with ExitStack() as stack:
-        descriptors = _Descriptors(stack)
-        target = stack.enter_context(file.open("wb", buffering=0)).fileno()
-        _write(target, memoryview(shard.header), 0)
+        sources = _Sources(stack)
+        target = stack.enter_context(ShardFile(file))
 
         def work() -> None:
-            buffer = np.empty(CHUNK, np.uint8)
+            # Direct writes need memory that begins at a page: anonymous maps do.
+            buffer = np.frombuffer(mmap.mmap(-1, -(-BLOCK // PAGE) * PAGE), np.uint8)
             try:
                 while not order.failed:
                     with take:
-                        ticket, chunk = next(tickets, (-1, None))
-                    if chunk is None:
+                        ticket, block = next(tickets, (-1, None))
+                    if block is None:
                         return
-                    data = buffer[: chunk.nbytes]
-                    tensor = chunk.piece.tensor
-                    start = chunk.piece.offset + chunk.offset
-                    read_into(descriptors(tensor.file), data, tensor.start + start, tensor.file.name)
-                    written = _convert(chunk.output, tensor, start, data)
-                    _write(target, written.data, chunk.destination)
+                    start, end, regions = block
+                    reads = _fill(buffer, start, end, regions, shard.header, sources)
+                    target.write(buffer, end - start, start)
                     order.wait(ticket)
-                    running[0].update(data.data)
-                    digest.update(written.data)
-                    if chunk.last:
-                        piece = chunk.piece
-                        segments.append(Segment(tensor.name, piece.offset, piece.nbytes, running[0].hexdigest()))
-                        running[0] = blake3()
+                    hash_in_order(buffer[: end - start], reads)
                     order.done()
-                    advance(chunk.nbytes)
+                    advance(sum(read.data.nbytes for read in reads))
             except _Failed:
                 return
             except BaseException:
@@ -170,33 +189,46 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
             except BaseException:  # Ctrl-C included: the pool would otherwise wait for the whole shard
                 order.fail()
                 raise
-        os.fsync(target)
+        target.finish(shard.nbytes)
     return ShardDigest(digest.hexdigest(), shard.nbytes, tuple(segments))
 
 
-def _write(descriptor: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
+def _fill(
+    buffer: Bytes, start: int, end: int, regions: Sequence[_Region], header: bytes, sources: _Sources
+) -> list[_Read]:
+    """Fill a block, bytes [start, end) of the file, and return the source bytes that it was made of."""
+    reads = []
+    for region in regions:
+        low, high = max(start, region.start), min(end, region.end)
+        place = buffer[low - start : high - start]
+        if region.output is None or region.piece is None:
+            place[:] = np.frombuffer(header[low:high], np.uint8)
+            continue
+        output, piece = region.output, region.piece
+        wide, narrow = SIZES[output.source_dtype], SIZES[output.dtype]
+        offset, length = (low - region.start) // narrow * wide, (high - low) // narrow * wide
+        data = place if output.operation == COPY else np.empty(length, np.uint8)
+        sources.read(piece.tensor, piece.offset + offset, data)
+        if nonfinite(data, piece.tensor.dtype) is not None:
+            _report_nonfinite(piece.tensor)
+        if output.operation != COPY:
+            place[:] = _convert(output, piece.tensor, piece.offset + offset, data)
+        reads.append(_Read(data, piece, high == region.end))
+    return reads
 
 
 def _convert(output: Output, tensor: TensorInfo, start: int, data: Bytes) -> Bytes:
-    """Scan a stretch of a source tensor that begins at byte `start`, then apply the output's operation."""
-    mask = nonfinite(data, tensor.dtype)
-    if mask is not None:
-        _report_nonfinite(tensor)
-    if output.operation == COPY:
-        return data
+    """Apply the output's operation to the stretch of a source tensor that begins at byte `start`."""
     values = to_float32(data, tensor.dtype)
     if output.operation == BAKE:
         values = np.exp(np.clip(values, np.float32(1e-7), np.float32(2.0)), dtype=np.float32)
     converted = from_float32(np.ascontiguousarray(values), output.dtype)
     mask = nonfinite(converted, output.dtype)
     if mask is not None:
-        index = start // SIZES[tensor.dtype] + int(mask.argmax())
-        value = float(values.reshape(-1)[int(mask.argmax())])
+        first = int(mask.argmax())
+        index = start // SIZES[tensor.dtype] + first
         raise NonFiniteError(
-            f"{tensor.name}{_position(tensor, index)} = {value:.6g} does not fit in {output.dtype}",
+            f"{tensor.name}{_position(tensor, index)} = {float(values[first]):.6g} does not fit in {output.dtype}",
             "use --dtype bfloat16, which has the range of float32, or keep the dtype",
         )
     return converted
@@ -209,45 +241,13 @@ def _position(tensor: TensorInfo, index: int) -> str:
 def _report_nonfinite(tensor: TensorInfo) -> None:
     """Raise, naming the first non-finite element of a tensor and how many there are in all."""
     count, first = 0, -1
-    with tensor.file.open("rb", buffering=0) as stream:
-        for offset in range(0, tensor.nbytes, CHUNK):
-            data = np.empty(min(CHUNK, tensor.nbytes - offset), np.uint8)
-            read_into(stream.fileno(), data, tensor.start + offset, tensor.file.name)
-            mask = nonfinite(data, tensor.dtype)
-            if mask is not None:
-                first = offset // SIZES[tensor.dtype] + int(mask.argmax()) if first < 0 else first
-                count += int(mask.sum())
+    for offset, data in stretches(tensor):
+        mask = nonfinite(data, tensor.dtype)
+        if mask is not None:
+            first = offset // SIZES[tensor.dtype] + int(mask.argmax()) if first < 0 else first
+            count += int(mask.sum())
     many = "1 value is" if count == 1 else f"{count:,} values are"
     raise NonFiniteError(
         f"{tensor.name}: {many} NaN or infinite, the first at {_position(tensor, first)} (in {tensor.file.name})",
         "the checkpoint is broken: go back to one from before the training diverged",
     )
-
-
-def digest_file(file: Path) -> str:
-    """BLAKE3 of a file, read in chunks."""
-    digest = blake3()
-    with file.open("rb") as stream:
-        while data := stream.read(CHUNK):
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
-    """Whether two tensors of equal dtype and shape hold the same bytes, compared in chunks."""
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    with first.file.open("rb", buffering=0) as one, second.file.open("rb", buffering=0) as two:
-        for offset in range(0, first.nbytes, CHUNK):
-            size = min(CHUNK, first.nbytes - offset)
-            a, b = np.empty(size, np.uint8), np.empty(size, np.uint8)
-            read_into(one.fileno(), a, first.start + offset, first.file.name)
-            read_into(two.fileno(), b, second.start + offset, second.file.name)
-            if not np.array_equal(a, b):
-                return False
-    return True
-
-
-def remaining(shards: Sequence[Shard], finished: set[str]) -> int:
-    """Bytes still to be written."""
-    return sum(shard.nbytes for shard in shards if shard.filename not in finished)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from zaya_tools.tensors import TensorInfo
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 MAX_JSON = 256_000_000
+BLOCK = 4 * 2**20
+"""Bytes that are read, converted or written at a time: large enough for full disk speed. A multiple of a disk page."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,23 @@ def read_bytes(tensor: TensorInfo) -> Bytes:
     with tensor.file.open("rb", buffering=0) as stream:
         read_into(stream.fileno(), data, tensor.start, tensor.file.name)
     return data
+
+
+def stretches(tensor: TensorInfo) -> Iterator[tuple[int, Bytes]]:
+    """(offset, bytes) of a tensor, BLOCK bytes at a time."""
+    with tensor.file.open("rb", buffering=0) as stream:
+        for offset in range(0, tensor.nbytes, BLOCK):
+            data = np.empty(min(BLOCK, tensor.nbytes - offset), np.uint8)
+            read_into(stream.fileno(), data, tensor.start + offset, tensor.file.name)
+            yield offset, data
+
+
+def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
+    """Whether two tensors of equal dtype and shape hold the same bytes, compared a block at a time."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    pairs = zip(stretches(first), stretches(second), strict=True)
+    return all(np.array_equal(one, two) for (_, one), (_, two) in pairs)
 
 
 def read_into(descriptor: int, buffer: Bytes, start: int, name: str) -> None:

@@ -14,10 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from zaya_tools.checkpoint.plan import Plan
-from zaya_tools.checkpoint.pump import Segment, ShardDigest, digest_file, remaining, write_shard
+from zaya_tools.checkpoint.pump import Segment, ShardDigest, write_shard
 from zaya_tools.checkpoint.sidefiles import MANIFEST
-from zaya_tools.checkpoint.source import read_json
+from zaya_tools.checkpoint.source import BLOCK, read_json
 from zaya_tools.errors import DestinationError, SourceError
 
 _OUTPUT, _REPLACED, _RECORDS, _STATE, _LOCK = "output", "replaced", "records", "state.json", "lock"
@@ -76,7 +78,15 @@ def _check_ours(folder: Path) -> None:
 def _as_listed(file: Path, facts: Mapping[str, Any]) -> bool:
     size = file.stat().st_size
     # Hashing shards of gigabytes again would make --force slow; whoever edits a small file changes its digest.
-    return size == facts.get("bytes") and (size > _HASHED or digest_file(file) == facts.get("blake3"))
+    return size == facts.get("bytes") and (size > _HASHED or _digest(file) == facts.get("blake3"))
+
+
+def _digest(file: Path) -> str:
+    digest = blake3()
+    with file.open("rb") as stream:
+        while data := stream.read(BLOCK):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 class Workspace:
@@ -157,7 +167,7 @@ def open_workspace(
                 )
         if not finished:
             _clear(folder)
-        need = remaining(plan.shards, set(finished)) + _SLACK
+        need = sum(shard.nbytes for shard in plan.shards if shard.filename not in finished) + _SLACK
         free = shutil.disk_usage(folder).free
         if need > free:
             if not finished:

@@ -1,0 +1,1 @@
+"""The tests; `synthetic` and `reference` are shared by all of them."""

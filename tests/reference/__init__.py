@@ -1,0 +1,1 @@
+"""An independent implementation of the raw layout: the oracle for converted checkpoints."""

@@ -1,0 +1,111 @@
+"""Layer-major execution: a block's weights are read, used for all sequences, and dropped.
+
+What stays is the hidden and router states of the evaluation set, in memory up to a budget and on disk past it. So
+the memory of a run is two blocks (one at work, one being read) and that budget, whatever the model's depth.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from zaya_tools.model.block import run_sequences
+from zaya_tools.model.ends import Ends
+from zaya_tools.model.rotary import rotaries
+from zaya_tools.model.weights import Weights
+
+BUDGET = 10**9
+"""Bytes of states that are kept in memory before they go to disk."""
+TOKENS = 4096
+"""Tokens that a block works on at a time: enough to use each expert's weights well."""
+
+
+class States:
+    """A tensor [sequences, tokens, width] that is read and written by ranges of sequences, in memory or in a file."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, in_memory: bool) -> None:
+        """Hold room for `shape`; uninitialised."""
+        self.shape, self.dtype = shape, dtype
+        self._stride = prod(shape[1:]) * dtype.itemsize
+        self._held = torch.empty(shape, dtype=dtype) if in_memory else None
+        # Unnamed: it is gone when it is closed, however the process ends.
+        self._file: IO[bytes] | None = None if in_memory else tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Sequences [start, stop); not to be changed."""
+        if self._held is not None:
+            return self._held[start:stop]
+        assert self._file is not None
+        out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        view = out.view(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < len(view):
+            done += os.preadv(self._file.fileno(), [view[done:]], start * self._stride + done)
+        return out
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put `values` [sequences, tokens, width] at sequence `start`."""
+        if self._held is not None:
+            self._held[start : start + len(values)].copy_(values)
+            return
+        assert self._file is not None
+        view = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._file.fileno(), view[done:], start * self._stride + done)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a block left behind: `hidden` [sequences, tokens, hidden] float32, and the routing of every token.
+
+    `choice` int16 [sequences, tokens] is the expert, or the number of experts for skip; `weight` float32 likewise.
+    `hidden` is overwritten when the next block runs.
+    """
+
+    index: int
+    hidden: States
+    choice: Tensor
+    weight: Tensor
+
+
+def stream(weights: Weights, ends: Ends, ids: Tensor, *, budget: int = BUDGET) -> Iterator[Layer]:
+    """Run token ids [sequences, tokens] int64 through the blocks, yielding after each.
+
+    The first yield has index -1 and is the embedding, with empty routing. Past `budget` bytes, states live in a
+    temporary file.
+    """
+    a = weights.architecture
+    sequences, tokens = ids.shape
+    held = sequences * tokens * (4 * a.hidden_size + weights.dtype.itemsize * a.router_width)
+    hidden = States((sequences, tokens, a.hidden_size), torch.float32, held <= budget)
+    carried = States((sequences, tokens, a.router_width), weights.dtype, held <= budget)
+    step = max(1, TOKENS // tokens)
+    for start in range(0, sequences, step):
+        hidden.write(start, ends.embed(ids[start : start + step].to(weights.device)))
+    nothing = torch.empty((sequences, 0))
+    yield Layer(-1, hidden, nothing.to(torch.int16), nothing)
+
+    tables = rotaries(a, torch.arange(tokens, device=weights.device))
+    for index, block in enumerate(weights):
+        choice = torch.empty((sequences, tokens), dtype=torch.int16)
+        weight = torch.empty((sequences, tokens), dtype=torch.float32)
+        for start in range(0, sequences, step):
+            stop = min(start + step, sequences)
+            before = carried.read(start, stop).to(weights.device) if index else None
+            with torch.inference_mode():
+                out = run_sequences(
+                    hidden.read(start, stop).to(weights.device), before, block, tables[a.sliding[index]]
+                )
+            hidden.write(start, out.hidden)
+            carried.write(start, out.router_states)
+            choice[start:stop] = out.routing.choice.to("cpu", torch.int16)
+            weight[start:stop] = out.routing.weight.cpu()
+        yield Layer(index, hidden, choice, weight)

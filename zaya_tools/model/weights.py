@@ -1,0 +1,180 @@
+"""A model's weights off the disk, one block at a time, from any layout, with the next block read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zaya_tools.architecture import Architecture
+from zaya_tools.checkpoint.source import Source, open_source, read_into
+from zaya_tools.errors import LayoutError
+from zaya_tools.layouts.match import Bound, Match, match, require
+from zaya_tools.model.block import Block
+from zaya_tools.model.ends import Ends
+from zaya_tools.model.loading import build_block, build_ends
+from zaya_tools.model.quantized import QuantizedExperts, QuantizedLinear, Schemes, read_schemes
+from zaya_tools.parameters import Parameter, Role, parameters
+from zaya_tools.tensors import TensorInfo
+
+TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""torch's types by their safetensors names."""
+
+
+class _Buffers:
+    """Memory for the tensors of one block, allocated once and filled again for every other block.
+
+    Two sets take turns: one is computed with while the other is being read.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = (name, torch.Size(shape), dtype)
+        if key not in self._held:
+            self._held[key] = torch.empty(shape, dtype=dtype)
+        return self._held[key]
+
+
+def read_tensor(stored: list[TensorInfo], out: Tensor) -> Tensor:
+    """Fill `out` with the concatenation of stored tensors, whose dtype it has; returns it."""
+    flat = out.view(-1).view(torch.uint8).numpy()
+    position = 0
+    with ExitStack() as stack:
+        opened: dict[Path, int] = {}
+        for tensor in stored:
+            if tensor.file not in opened:
+                opened[tensor.file] = stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
+            place = flat[position : position + tensor.nbytes]
+            read_into(opened[tensor.file], place, tensor.start, tensor.file.name)
+            position += tensor.nbytes
+    return out
+
+
+class Weights:
+    """The weights of a checkpoint folder, any layout, quantized or not, for the model to run on block by block."""
+
+    def __init__(self, source: Source, found: Match, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Use `Weights.open`."""
+        self.source, self.found = source, found
+        self.dtype, self.device = dtype, torch.device(device)
+        self._schemes: Schemes | None = read_schemes(source.config) if found.quantized else None
+        self._rows: dict[int | None, list[Parameter]] = {}
+        for parameter in parameters(found.architecture):
+            self._rows.setdefault(parameter.block, []).append(parameter)
+
+    @classmethod
+    def open(cls, folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Weights:
+        """Open a complete checkpoint; `dtype` is the compute dtype. Raises a ZayaError as reading and matching do."""
+        source = open_source(folder)
+        return cls(source, require(match(source.tensors, source.config, str(folder))), dtype, device)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The geometry as run: temperatures come with the clamp baked in."""
+        return replace(self.found.architecture, clamp_temp=False)
+
+    def ends(self) -> Ends:
+        """Embedding, final norm and head, in the dtypes that they are stored in."""
+        tensors, buffers = {}, _Buffers()
+        for parameter in self._rows[None]:
+            tensors[parameter.name] = self._dense(parameter, buffers)
+        return build_ends(self.architecture, tensors, dtype=self.dtype, device=self.device)
+
+    def __iter__(self) -> Iterator[Block]:
+        return self.blocks()
+
+    def fits(self) -> bool:
+        """Whether half of the memory that is free now holds every block as stored."""
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return 2 * self.source.nbytes < free
+
+    def resident(self) -> tuple[Block, ...]:
+        """All blocks, each in memory of its own."""
+        return tuple(self._block(index, _Buffers()) for index in range(self.found.architecture.blocks))
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block in order. A block is valid until the next but one is asked for: its memory is used again."""
+        sets = (_Buffers(), _Buffers())
+        count = self.found.architecture.blocks
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            ahead: Future[Block] | None = reader.submit(self._block, 0, sets[0])
+            for index in range(count):
+                assert ahead is not None
+                block = ahead.result()
+                following = index + 1
+                ahead = reader.submit(self._block, following, sets[following % 2]) if following < count else None
+                yield block
+
+    def _dense(self, parameter: Parameter, buffers: _Buffers) -> Tensor:
+        stored = [bound.tensor for bound in self.found.bound[parameter.name] if bound.tensor is not None]
+        dtypes = {tensor.dtype for tensor in stored}
+        if len(dtypes) != 1:
+            raise LayoutError(f"{parameter.name} is stored in several dtypes: {', '.join(sorted(dtypes))}")
+        tensor = read_tensor(stored, buffers(parameter.local, parameter.shape, TORCH[dtypes.pop()]))
+        if parameter.role is Role.TEMPERATURE and self.found.architecture.clamp_temp:
+            return tensor.float().clamp(1e-7, 2.0).exp()
+        return tensor
+
+    def _block(self, index: int, buffers: _Buffers) -> Block:
+        dense: dict[str, Tensor] = {}
+        linears: dict[str, QuantizedLinear] = {}
+        experts: dict[str, tuple[Bound, ...]] = {}
+        for parameter in self._rows[index]:
+            bound = self.found.bound[parameter.name]
+            if not any(part.quantized for part in bound):
+                dense[parameter.local] = self._dense(parameter, buffers)
+            elif parameter.role is Role.EXPERT:
+                experts[parameter.local] = bound
+            else:
+                linears[parameter.local.removesuffix(".weight")] = self._linear(bound[0], buffers)
+        for module, linear in linears.items():
+            bias = dense.get(f"{module}.bias")
+            linear.bias = None if bias is None else bias.to(self.device, self.dtype)
+        return build_block(
+            self.architecture, index, dense, dtype=self.dtype, device=self.device, linears=linears.get,
+            experts=self._experts(index, experts, buffers) if experts else None,
+        )  # fmt: skip
+
+    def _linear(self, bound: Bound, buffers: _Buffers) -> QuantizedLinear:
+        stored: dict[str, TensorInfo] = dict(bound.companions)
+        if bound.tensor is not None:
+            stored["weight"] = bound.tensor
+        state = {
+            suffix: read_tensor([t], buffers(f"{bound.part.name.split('.', 3)[-1]}:{suffix}", t.shape, TORCH[t.dtype]))
+            for suffix, t in stored.items()
+        }
+        return self._quantized(bound.part.name.removesuffix(".weight"), state)
+
+    def _quantized(self, module: str, state: Mapping[str, Tensor]) -> QuantizedLinear:
+        if self._schemes is None:
+            raise LayoutError(f"{module} is quantized but config.json does not say how")
+        return QuantizedLinear(module, self._schemes.of(module), state, self.dtype, self.device)
+
+    def _experts(self, index: int, held: Mapping[str, tuple[Bound, ...]], buffers: _Buffers) -> QuantizedExperts:
+        if len(held) != 2:
+            raise LayoutError(f"block {index}: only some of the experts' matrices are quantized")
+        count = self.found.architecture.experts
+        matrices = {}
+        for local, bound in held.items():
+            if len(bound) == 1:  # stacked: one tensor for all experts
+                whole = self._linear(bound[0], buffers)
+                parts = [[whole.select(expert)] for expert in range(count)]
+            else:
+                each = len(bound) // count
+                linears = [self._linear(part, buffers) for part in bound]
+                parts = [linears[expert * each : (expert + 1) * each] for expert in range(count)]
+            matrices[local] = parts
+        gate_up, down = (matrices[local] for local in sorted(matrices, key=lambda name: "down" in name))
+        return QuantizedExperts(gate_up, [part for (part,) in down])

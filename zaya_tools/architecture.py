@@ -50,11 +50,12 @@ class Architecture:
     clamp_temp: bool = False
 
     def __post_init__(self) -> None:
+        self._check_counts()
         if not self.sliding:
             object.__setattr__(self, "sliding", (False,) * self.blocks)
         self._check()
 
-    def _check(self) -> None:
+    def _check_counts(self) -> None:
         for name in (
             "blocks",
             "hidden_size",
@@ -72,6 +73,8 @@ class Architecture:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LayoutError(f"{name} must be a positive whole number, found {value!r}")
+
+    def _check(self) -> None:
         if self.query_heads % self.kv_heads:
             raise LayoutError(f"{self.query_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         if self.kv_heads * self.head_dim % 2:
@@ -79,6 +82,8 @@ class Architecture:
                 f"{self.kv_heads} key/value heads of size {self.head_dim} cannot be halved into current and "
                 "delayed value channels"
             )
+        if not 0 < self.rotary_fraction <= 1:
+            raise LayoutError(f"rotary_fraction must be above 0 and at most 1, found {self.rotary_fraction!r}")
         if len(self.sliding) != self.blocks:
             raise LayoutError(f"{len(self.sliding)} layer types for {self.blocks} blocks")
         if any(self.sliding) and (not self.sliding_window or self.sliding_window < 1):

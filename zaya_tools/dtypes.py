@@ -31,7 +31,12 @@ def nonfinite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_] | None:
     The common case costs two maxima over integers: a float's bits order like its magnitude, so positive
     infinities and NaNs are the largest signed values and negative ones the largest unsigned values.
     """
-    if dtype not in _INFINITY or data.size == 0:
+    if data.size == 0:
+        return None
+    if dtype == "F8_E8M0":  # powers of two without a sign: one pattern is NaN
+        bad: npt.NDArray[np.bool_] = data == 0xFF
+        return bad if bad.any() else None
+    if dtype not in _INFINITY:
         return None
     width, infinity = _INFINITY[dtype]
     signed, unsigned = data.view(f"i{width}"), data.view(f"u{width}")
@@ -65,15 +70,17 @@ def to_float32(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def from_float32(values: npt.NDArray[np.float32], dtype: str) -> Bytes:
-    """float32 values as the bytes of `dtype`, rounded to nearest even; overflow gives infinity, as in torch."""
+    """float32 values as the bytes of `dtype`, rounded to nearest even; overflow gives infinity, NaN stays NaN."""
     if dtype == "F32":
         return values.view(np.uint8)
     if dtype == "F16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(np.float16).view(np.uint8)
     if dtype == "BF16":
         bits = values.view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        # The sum would carry a NaN over into infinity or zero.
+        rounded[np.isnan(values)] = 0x7FC0
         return rounded.astype(np.uint16).view(np.uint8)
     raise LayoutError(f"float32 cannot be converted to {dtype}")
 

@@ -116,7 +116,7 @@ class Plan:
 
 def parse_size(text: str) -> int:
     """Bytes from "5GB" (decimal), "512MiB" (binary) or a plain number; ZayaError when it is none of these."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
         raise ZayaError(f"{text!r} is not a size", "write it like 5GB, 512MiB or 4000000000")
     return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
@@ -137,12 +137,13 @@ def output_dtype(parameter: Parameter, source: str, requested: str, native: bool
 
 
 def target_layout(found: Match) -> Layout:
-    """The native layout that fits: experts stacked, or one by one where quantized ones come from raw names."""
-    if found.layout in (NATIVE, NATIVE_PER_EXPERT):
-        return found.layout
+    """The native layout that fits: experts stacked, as transformers has them, or one by one where they are quantized.
+
+    Quantized experts that are stacked already stay so.
+    """
     experts = (p for p in parameters(found.architecture) if p.role is Role.EXPERT)
-    split = any(bound.quantized for p in experts for bound in found.bound[p.name])
-    return NATIVE_PER_EXPERT if split else NATIVE
+    quantized = any(bound.quantized for p in experts for bound in found.bound[p.name])
+    return NATIVE_PER_EXPERT if quantized and found.layout is not NATIVE else NATIVE
 
 
 def build_plan(
@@ -222,12 +223,12 @@ def _carry(parameter: Parameter, sources: Sequence[Bound], parts: Sequence[Part]
         for suffix in sorted(stored):
             tensor = stored[suffix]
             name = part.companion(suffix) if suffix else part.name
-            outputs.append(_cut_rows(parameter, tensor, name, index, cuts))
+            outputs.append(_cut_rows(parameter, bound.part, tensor, name, index, cuts))
     return outputs
 
 
-def _cut_rows(parameter: Parameter, tensor: TensorInfo, name: str, index: int, cuts: int) -> Output:
-    if cuts > 1 and (len(tensor.shape) < 2 or tensor.shape[0] % cuts):
+def _cut_rows(parameter: Parameter, whole: Part, tensor: TensorInfo, name: str, index: int, cuts: int) -> Output:
+    if cuts > 1 and not _divides(tensor, whole.shape[0], cuts):
         raise LayoutError(
             f"{tensor.name} of shape {list(tensor.shape)} is shared by an expert's gate and up halves",
             "only scales that belong to rows can be carried across; quantize the unquantized checkpoint instead",
@@ -235,6 +236,15 @@ def _cut_rows(parameter: Parameter, tensor: TensorInfo, name: str, index: int, c
     rows = (tensor.shape[0] // cuts,) if cuts > 1 else tensor.shape[:1]
     piece = Piece(tensor, index * tensor.nbytes // cuts, tensor.nbytes // cuts)
     return Output(name, tensor.dtype, (*rows, *tensor.shape[1:]), tensor.dtype, (piece,), COPY, parameter.role)
+
+
+def _divides(tensor: TensorInfo, rows: int, cuts: int) -> bool:
+    """Whether a tensor with an entry for every 2**n of a matrix's rows can be cut where the matrix is cut."""
+    if len(tensor.shape) < 2 or not tensor.shape[0] or tensor.shape[0] % cuts:
+        return False
+    # A block that only partly lies inside the matrix would make this rest, or a step that is no power of two.
+    step, rest = divmod(rows, tensor.shape[0])
+    return not rest and step & (step - 1) == 0
 
 
 def _cut(outputs: Sequence[Output], max_bytes: int) -> tuple[Shard, ...]:

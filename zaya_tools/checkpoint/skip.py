@@ -31,7 +31,8 @@ class SkipClass:
 
         Computed in float32 as the router does: rounding is monotonic, so the proof holds for its sums too.
         """
-        return bool(np.float32(1) + np.float32(self.bias) > np.float32(self.largest_expert_bias))
+        # Negated, so that a NaN proves nothing.
+        return not np.float32(1) + np.float32(self.bias) <= np.float32(self.largest_expert_bias)
 
     @property
     def state(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zaya_tools.dtypes import NAMES
 from zaya_tools.errors import LayoutError
 
 Config = Mapping[str, Any]
@@ -49,9 +50,11 @@ def table(config: Config, key: str) -> Mapping[str, Any]:
 
 
 def sequence(config: Config, key: str) -> list[Any] | None:
-    """A list, None when the key is absent, null, or holds something that is not a list."""
+    """A list, None when the key is absent or null."""
     value = config.get(key)
-    return list(value) if isinstance(value, list) else None
+    if value is None or isinstance(value, list):
+        return None if value is None else list(value)
+    raise LayoutError(f"config.json: {key} must be a list, found {value!r}")
 
 
 def first_stated(*values: Any) -> Any:
@@ -68,19 +71,27 @@ def agreed(name: str, stated: Mapping[str, Any]) -> Any:
     return next(iter(given.values()), None)
 
 
+def token_id(config: Config, key: str, default: int) -> int | None:
+    """A token id; `default` when the key is absent, None when it is null."""
+    return whole(config, key) if key in config else default
+
+
 def token_ids(config: Config, key: str, default: int) -> int | tuple[int, ...] | None:
     """A token id or several; `default` when the key is absent, None when it is null."""
     value = config.get(key, default)
-    ids = value if isinstance(value, list) else [value]
-    if any(entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)) for entry in ids):
+    ids = value if isinstance(value, list) else [0 if value is None else value]
+    if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in ids):
         raise LayoutError(f"config.json: {key} must be a token id or a list of them, found {value!r}")
     return tuple(value) if isinstance(value, list) else value
 
 
 def dtype_name(config: Config) -> str | None:
-    """The stated dtype without its `torch.` prefix."""
+    """The stated dtype without its `torch.` prefix, None when none is stated (or left to be found out: "auto")."""
     value = first_stated(config.get("dtype"), config.get("torch_dtype"))
-    return None if value is None else str(value).removeprefix("torch.")
+    name = None if value is None else str(value).removeprefix("torch.")
+    if name not in (None, "auto", *NAMES):
+        raise LayoutError(f"config.json: dtype must be one of {', '.join(NAMES)}, found {value!r}")
+    return None if name == "auto" else name
 
 
 def rotary_extras(parameters: Config) -> tuple[tuple[str, Any], ...]:

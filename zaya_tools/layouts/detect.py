@@ -13,7 +13,7 @@ from zaya_tools.layouts.raw import RAW, SMOE
 
 _REFUSED = (
     (
-        re.compile(r"^vision_tower\.|\.attn\.self_attn\.|\.lora_"),
+        re.compile(r"(^|\.)vision_tower\.|\.attn\.self_attn\.|\.lora_"),
         "this is a ZAYA1-VL checkpoint (vision tower or vision adapters)",
         "only text models are supported: vision adapters cannot be merged into the text weights",
     ),

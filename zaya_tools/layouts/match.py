@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.dtypes import FLOATS
+from zaya_tools.dtypes import FLOATS, SIZES
 from zaya_tools.errors import LayoutError, listing
 from zaya_tools.layouts import raw_config
 from zaya_tools.layouts.base import COMPANIONS, Layout, Part
@@ -86,6 +87,7 @@ def match(tensors: Mapping[str, TensorInfo], config: Config, where: str = "check
             if entry.tensor is None and "weight_packed" not in entry.companions:
                 missing.append(entry.part.name)
             problems += _check(entry, parameter)
+        problems += _check_alike(parts)
         bound[parameter.name] = parts
 
     drops: dict[str, str] = {}
@@ -99,8 +101,9 @@ def match(tensors: Mapping[str, TensorInfo], config: Config, where: str = "check
             drops[canonical[name].name] = reason
         else:
             surplus.append(name)
-    problems += _missing_problems(missing, architecture)
+    # What is there under a wrong name explains what is missing, so it comes first.
     problems += _surplus_problems(surplus, canonical.keys(), used | set(missing), layout, architecture)
+    problems += _missing_problems(missing, architecture)
     notes = tuple(raw_config.notes(config)) if layout in (RAW, SMOE) else ()
     renamed = any(name != tensor.name for name, tensor in canonical.items())
     return Match(layout, architecture, bound, drops, head_alias, tuple(missing), tuple(surplus), tuple(problems), notes,
@@ -127,12 +130,16 @@ def _bind(part: Part, parameter: Parameter, tensors: Mapping[str, TensorInfo]) -
 
 def _check(bound: Bound, parameter: Parameter) -> list[str]:
     tensor, part = bound.tensor, bound.part
+    if bound.quantized and "weight_scale" not in bound.companions:
+        stored = next(iter(bound.companions.values())) if tensor is None or tensor.dtype in FLOATS else tensor
+        if SIZES[stored.dtype] < 8 and parameter.role in QUANTIZABLE:
+            return [f"{stored.name} is {stored.dtype} but there is no {part.companion('weight_scale')} beside it"]
     if tensor is None:
         return []
-    if tensor.dtype not in FLOATS and parameter.role not in QUANTIZABLE:
+    if "weight_packed" in bound.companions:
+        return [f"one tensor in two forms: {tensor.name} and {bound.companions['weight_packed'].name}"]
+    if tensor.dtype not in FLOATS and (parameter.role not in QUANTIZABLE or SIZES[tensor.dtype] == 8):
         return [f"{tensor.name} is {tensor.dtype}: a {parameter.role} must be a floating type of 16 or 32 bits"]
-    if tensor.dtype not in FLOATS and not bound.companions:
-        return [f"{tensor.name} is {tensor.dtype} but has no scale beside it"]
     # Two FP4 values share a byte, so a packed matrix has half the columns.
     packed = tensor.dtype == "U8" and tensor.shape == (*part.shape[:-1], part.shape[-1] // 2)
     if tensor.shape != part.shape and not packed:
@@ -140,11 +147,22 @@ def _check(bound: Bound, parameter: Parameter) -> list[str]:
     return []
 
 
+def _check_alike(parts: Sequence[Bound]) -> list[str]:
+    """The matrices of one parameter, experts above all, have to be stored in one way or no runtime can join them."""
+    present = [entry for entry in parts if entry.tensor is not None or entry.companions]
+    if not any(entry.quantized for entry in present):
+        return []
+    forms = [(entry.tensor.dtype if entry.tensor else "", frozenset(entry.companions)) for entry in present]
+    usual = Counter(forms).most_common(1)[0][0]
+    odd = next((entry for entry, form in zip(present, forms, strict=True) if form != usual), None)
+    return [f"{odd.part.name} is not quantized as the other experts of its block are"] if odd else []
+
+
 def _missing_problems(missing: list[str], architecture: Architecture) -> list[str]:
     if not missing:
         return []
-    return [f"{len(missing):,} tensors are missing for {architecture.blocks} blocks of {architecture.experts} experts: "
-            + listing(missing, 4)]  # fmt: skip
+    many = "1 tensor is" if len(missing) == 1 else f"{len(missing):,} tensors are"
+    return [f"{many} missing for {architecture.blocks} blocks of {architecture.experts} experts: {listing(missing, 4)}"]
 
 
 def _surplus_problems(

@@ -8,6 +8,7 @@ from zaya_tools.architecture import FULL, SLIDING
 from zaya_tools.errors import LayoutError
 from zaya_tools.layouts.config_values import (
     Config,
+    agreed,
     dtype_name,
     first_stated,
     flag,
@@ -15,6 +16,7 @@ from zaya_tools.layouts.config_values import (
     rotary_extras,
     sequence,
     table,
+    token_id,
     token_ids,
     whole,
 )
@@ -45,8 +47,8 @@ def declared(config: Config) -> dict[str, Any]:
         "head_bias": flag(config, "lm_head_bias"),
         "norm_eps": number(config, "rms_norm_eps"),
         "dtype": dtype_name(config),
-        "pad_token": token_ids(config, "pad_token_id", 0),
-        "bos_token": token_ids(config, "bos_token_id", 2),
+        "pad_token": token_id(config, "pad_token_id", 0),
+        "bos_token": token_id(config, "bos_token_id", 2),
         "eos_token": token_ids(config, "eos_token_id", 106),
         **_rotary(config),
         **_sliding(config),
@@ -57,19 +59,24 @@ def declared(config: Config) -> dict[str, Any]:
 
 def _rotary(config: Config) -> dict[str, Any]:
     rope = table(config, "rope_parameters")
-    full = table(rope, FULL) or rope
-    sliding = table(rope, SLIDING)
-    if rotary_extras(sliding):
+    kinds = set(sequence(config, "layer_types") or [FULL])
+    # Hand-edited configs give the parameters of full attention without a table of their own.
+    tables = {FULL: table(rope, FULL) or rope, SLIDING: table(rope, SLIDING)}
+    used = {kind: tables[kind] for kind in (FULL, SLIDING) if kind in kinds}
+    if rotary_extras(used.get(SLIDING, {})):
         raise LayoutError("config.json: scaled rotary embeddings in sliding blocks are not supported")
+    fraction = first_stated(
+        agreed("the rotary fraction", {kind: number(used[kind], "partial_rotary_factor") for kind in used}),
+        number(config, "partial_rotary_factor"),
+    )
+    if fraction is None and rope:
+        # transformers would turn whole heads here, and half of each in a config without any rotary parameters.
+        raise LayoutError("config.json: rope_parameters does not say partial_rotary_factor", "ZAYA1 models have 0.5")
     return {
-        "rope_theta": first_stated(number(full, "rope_theta"), number(config, "rope_theta")),
-        "sliding_rope_theta": number(sliding, "rope_theta"),
-        "rotary_fraction": first_stated(
-            number(full, "partial_rotary_factor"),
-            number(sliding, "partial_rotary_factor"),
-            number(config, "partial_rotary_factor"),
-        ),
-        "rope_scaling": rotary_extras(table(rope, FULL) or table(config, "rope_scaling")),
+        "rope_theta": first_stated(number(tables[FULL], "rope_theta"), number(config, "rope_theta")),
+        "sliding_rope_theta": number(tables[SLIDING], "rope_theta"),
+        "rotary_fraction": fraction,
+        "rope_scaling": rotary_extras(used.get(FULL, {})) or rotary_extras(table(config, "rope_scaling")),
     }
 
 

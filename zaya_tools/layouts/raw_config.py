@@ -16,6 +16,7 @@ from zaya_tools.layouts.config_values import (
     rotary_extras,
     sequence,
     table,
+    token_id,
     token_ids,
     whole,
 )
@@ -82,8 +83,8 @@ def declared(config: Config) -> dict[str, Any]:
         "head_bias": flag(config, "lm_head_bias"),
         "norm_eps": first_stated(number(config, "norm_epsilon"), number(config, "rms_norm_eps")),
         "max_positions": whole(config, "max_position_embeddings"),
-        "pad_token": token_ids(config, "pad_token_id", 0),
-        "bos_token": token_ids(config, "bos_token_id", 2),
+        "pad_token": token_id(config, "pad_token_id", 0),
+        "bos_token": token_id(config, "bos_token_id", 2),
         "eos_token": token_ids(config, "eos_token_id", 1),
         "dtype": dtype_name(config),
         "clamp_temp": flag(config, "clamp_temp"),
@@ -155,9 +156,9 @@ def _per_half(config: Config, key: str, halves: int | None, offset: int) -> int 
 
     Lists may be longer than the model: entries past its last half-layer mean nothing.
     """
-    values = sequence(config, key)
-    if values is None:
+    if not isinstance(config.get(key), list):
         return whole(config, key)
+    values: list[Any] = config[key]
     if halves is not None and len(values) < 2 and halves > len(values):
         raise LayoutError(f"config.json: {key} has {len(values)} entries for {halves} half-layers")
     used = values[:halves][offset::2]
@@ -298,7 +299,7 @@ def raw_config(architecture: Architecture, style: str = "scalar") -> dict[str, A
         own = {
             "cca_num_q_heads": [a.query_heads, 0] * a.blocks,
             "ffn_hidden_size_list": [0, 2 * a.expert_width] * a.blocks,
-            "num_attention_heads": max(1, a.hidden_size // a.head_dim),
+            "num_attention_heads": a.query_heads if a.hidden_size % a.head_dim else a.hidden_size // a.head_dim,
             "num_query_groups_list": [a.kv_heads, 0] * a.blocks,
             "zaya_layers": ["a", a.experts] * a.blocks,
             "zaya_mlp_expansion": [0, a.router_width] * a.blocks,

@@ -65,5 +65,6 @@ def test_surplus_tensors_are_named() -> None:
 def test_weights_of_the_compute_dtype_are_shared() -> None:
     tensors = random_tensors(BASE)
     model = random_model(BASE)
+    assert isinstance(model.ends.embedding, torch.Tensor)
     assert model.ends.embedding.data_ptr() == tensors["model.embed_tokens.weight"].data_ptr()
     assert model.ends.head is model.ends.embedding

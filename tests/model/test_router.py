@@ -30,5 +30,5 @@ def test_states_are_carried_before_the_norm() -> None:
     _, states = route(tokens(), carried, ROUTER)
     assert ROUTER.carry_scale is not None
     torch.testing.assert_close(states, alone + ROUTER.carry_scale)
-    first = tuple(random_model(BASE).blocks)[0].router
+    first = next(iter(random_model(BASE).blocks)).router
     torch.testing.assert_close(route(tokens(), carried, first)[1], route(tokens(), None, first)[1])

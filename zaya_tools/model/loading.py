@@ -17,6 +17,7 @@ from zaya_tools.model.experts import DenseExperts, ExpertFunction
 from zaya_tools.model.linear import Dense, Linear, join
 from zaya_tools.model.norm import ResidualScale
 from zaya_tools.model.router import RouterWeights
+from zaya_tools.model.rows import StoredRows
 from zaya_tools.parameters import Parameter, parameters
 
 LinearSource = Callable[[str], Linear | None]
@@ -154,23 +155,29 @@ def build_ends(
     architecture: Architecture,
     tensors: Mapping[str, Tensor],
     *,
+    stored: Mapping[str, StoredRows] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Ends:
     """Build embedding, final norm and output head from the tensors outside the blocks; errors as in `build_block`.
 
-    Embedding and head keep their dtype; only what is used of them is cast.
+    Embedding and head keep their dtype, only what is used of them is cast; those in `stored` stay on disk.
     """
     a = architecture
     rows = {row.name: row for row in parameters(a) if row.block is None}
     read = _Reader(tensors, rows, dtype, torch.device(device), _plain)
-    embedding = read.raw("model.embed_tokens.weight")
+    on_disk = stored or {}
+
+    def matrix(name: str) -> Tensor | StoredRows:
+        return on_disk[name] if name in on_disk else read.raw(name)
+
+    embedding = matrix("model.embed_tokens.weight")
     return Ends(
         embedding=embedding,
         scale=read.float32("model.input_hidden_states_scale"),
         bias=read.float32("model.input_hidden_states_bias"),
         norm=read.float32("model.norm.weight"),
-        head=embedding if a.tied else read.raw("lm_head.weight"),
+        head=embedding if a.tied else matrix("lm_head.weight"),
         head_bias=read.compute("lm_head.bias") if a.head_bias else None,
         eps=a.norm_eps,
         dtype=dtype,

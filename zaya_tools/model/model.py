@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,20 +39,18 @@ class ZayaModel:
         Raises LayoutError naming tensors that are missing, surplus or of the wrong shape.
         """
         check_surplus(architecture, tensors)
-        ends = build_ends(architecture, tensors, dtype=dtype, device=device)
-        embedding = ends.embedding.to(dtype)
-        head = embedding if architecture.tied else ends.head.to(dtype)
+        ends = build_ends(architecture, tensors, dtype=dtype, device=device).cast()
         blocks = []
         for index in range(architecture.blocks):
             prefix = BLOCK_PREFIX.format(block=index)
             local = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             blocks.append(build_block(architecture, index, local, dtype=dtype, device=device))
-        return cls(architecture, replace(ends, embedding=embedding, head=head), tuple(blocks))
+        return cls(architecture, ends, tuple(blocks))
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.ends.embedding.device
+        return self.ends.device
 
     def state(self, slots: int, capacity: int) -> State:
         """Empty serving state for `slots` requests of up to `capacity` tokens."""

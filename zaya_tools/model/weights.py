@@ -7,18 +7,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.checkpoint.source import Source, open_source, read_into
+from zaya_tools.dtypes import SIZES
 from zaya_tools.errors import LayoutError
 from zaya_tools.layouts.match import Bound, Match, match, require
+from zaya_tools.layouts.native import NATIVE_PER_EXPERT
+from zaya_tools.layouts.raw import RAW, SMOE
 from zaya_tools.model.block import Block
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.loading import build_block, build_ends
-from zaya_tools.model.quantized import QuantizedExperts, QuantizedLinear, Schemes, read_schemes
+from zaya_tools.model.quantized import QuantizedExperts, QuantizedLinear, Schemes, expert, read_schemes
+from zaya_tools.model.rows import StoredRows
 from zaya_tools.parameters import Parameter, Role, parameters
 from zaya_tools.tensors import TensorInfo
 
@@ -85,24 +90,42 @@ class Weights:
         return replace(self.found.architecture, clamp_temp=False)
 
     def ends(self) -> Ends:
-        """Embedding, final norm and head, in the dtypes that they are stored in."""
-        tensors, buffers = {}, _Buffers()
+        """Embedding, final norm and head; the large ones stay on disk, quantized ones are in the compute dtype."""
+        tensors: dict[str, Tensor] = {}
+        stored: dict[str, StoredRows] = {}
+        head_input = None
         for parameter in self._rows[None]:
-            tensors[parameter.name] = self._dense(parameter, buffers)
-        return build_ends(self.architecture, tensors, dtype=self.dtype, device=self.device)
+            (bound,) = self.found.bound[parameter.name]
+            if not bound.quantized and bound.tensor is not None and len(parameter.shape) == 2:
+                stored[parameter.name] = StoredRows(bound.tensor, TORCH[bound.tensor.dtype], self.device)
+                continue
+            if not bound.quantized:
+                tensors[parameter.name] = self._dense(parameter, _Buffers())
+                continue
+            linear = self._linear(parameter, bound, _Buffers())
+            tensors[parameter.name] = linear.weight()
+            if parameter.role is Role.HEAD:
+                head_input = linear.quantize_input
+        ends = build_ends(self.architecture, tensors, stored=stored, dtype=self.dtype, device=self.device)
+        return replace(ends, head_input=head_input)
 
     def __iter__(self) -> Iterator[Block]:
         return self.blocks()
 
     def fits(self) -> bool:
-        """Whether half of the memory that is free now holds every block as stored."""
+        """Whether half of the memory that is free now, on the device too, holds every block as it computes."""
+        stored = [bound.tensor for parts in self.found.bound.values() for bound in parts if not bound.quantized]
+        wider = sum(t.numel * max(0, self.dtype.itemsize - SIZES[t.dtype]) for t in stored if t is not None)
+        needed = self.source.nbytes + wider
+        if self.device.type == "cuda" and 2 * needed >= torch.cuda.mem_get_info(self.device)[0]:
+            return False
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        return 2 * self.source.nbytes < free
+        return 2 * needed < free
 
     def resident(self) -> tuple[Block, ...]:
         """All blocks, each in memory of its own."""
-        return tuple(self._block(index, _Buffers()) for index in range(self.found.architecture.blocks))
+        return tuple(self._block(index, _Buffers(), cast=True) for index in range(self.found.architecture.blocks))
 
     def blocks(self) -> Iterator[Block]:
         """Every block in order. A block is valid until the next but one is asked for: its memory is used again."""
@@ -127,54 +150,71 @@ class Weights:
             return tensor.float().clamp(1e-7, 2.0).exp()
         return tensor
 
-    def _block(self, index: int, buffers: _Buffers) -> Block:
+    def _block(self, index: int, buffers: _Buffers, cast: bool = False) -> Block:
         dense: dict[str, Tensor] = {}
         linears: dict[str, QuantizedLinear] = {}
-        experts: dict[str, tuple[Bound, ...]] = {}
+        experts: dict[Parameter, tuple[Bound, ...]] = {}
         for parameter in self._rows[index]:
             bound = self.found.bound[parameter.name]
             if not any(part.quantized for part in bound):
                 dense[parameter.local] = self._dense(parameter, buffers)
             elif parameter.role is Role.EXPERT:
-                experts[parameter.local] = bound
+                experts[parameter] = bound
             else:
-                linears[parameter.local.removesuffix(".weight")] = self._linear(bound[0], buffers)
+                linears[parameter.local.removesuffix(".weight")] = self._linear(parameter, bound[0], buffers)
         for module, linear in linears.items():
             bias = dense.get(f"{module}.bias")
             linear.bias = None if bias is None else bias.to(self.device, self.dtype)
         return build_block(
             self.architecture, index, dense, dtype=self.dtype, device=self.device, linears=linears.get,
-            experts=self._experts(index, experts, buffers) if experts else None,
+            experts=self._experts(index, experts, buffers) if experts else None, cast_experts=cast,
         )  # fmt: skip
 
-    def _linear(self, bound: Bound, buffers: _Buffers) -> QuantizedLinear:
+    def _linear(self, parameter: Parameter, bound: Bound, buffers: _Buffers) -> QuantizedLinear:
+        """A quantized matrix as one layer; the first of them where `bound` is a stack of experts."""
+        return self._linears(parameter, bound, buffers)[0]
+
+    def _linears(self, parameter: Parameter, bound: Bound, buffers: _Buffers) -> list[QuantizedLinear]:
+        """The quantized matrices that one part of a parameter holds: one, or one an expert where they are stacked."""
         stored: dict[str, TensorInfo] = dict(bound.companions)
         if bound.tensor is not None:
-            stored["weight"] = bound.tensor
+            # Stacks of packed experts keep the plain name.
+            stored["weight_packed" if bound.tensor.dtype in ("U8", "I32") else "weight"] = bound.tensor
+        module = bound.part.name.removesuffix(".weight")
+        key = module.split(".", 3)[-1]
         state = {
-            suffix: read_tensor([t], buffers(f"{bound.part.name.split('.', 3)[-1]}:{suffix}", t.shape, TORCH[t.dtype]))
-            for suffix, t in stored.items()
+            suffix: read_tensor([tensor], buffers(f"{key}:{suffix}", tensor.shape, TORCH[tensor.dtype]))
+            for suffix, tensor in stored.items()
         }
-        return self._quantized(bound.part.name.removesuffix(".weight"), state)
+        scheme = self._scheme(module, parameter, bound)
+        *stack, rows, columns = bound.part.shape
+        count = stack[0] if stack else 1
+        each = [
+            {suffix: expert(suffix, tensor, index, count) for suffix, tensor in state.items()} if stack else state
+            for index in range(count)
+        ]
+        return [QuantizedLinear(module, scheme, own, (rows, columns), self.dtype, self.device) for own in each]
 
-    def _quantized(self, module: str, state: Mapping[str, Tensor]) -> QuantizedLinear:
+    def _scheme(self, module: str, parameter: Parameter, bound: Bound) -> tuple[Any, str]:
+        """What the config says of a module under the name that it is stored by, or under those that runtimes give it.
+
+        Runtimes judge a stack of experts by the first of them.
+        """
         if self._schemes is None:
             raise LayoutError(f"{module} is quantized but config.json does not say how")
-        return QuantizedLinear(module, self._schemes.of(module), state, self.dtype, self.device)
+        runtime = NATIVE_PER_EXPERT.parts(parameter, self.found.architecture)
+        names = [part.name.removesuffix(".weight") for part in runtime if part.expert in (None, bound.part.expert or 0)]
+        kind = "Embedding" if parameter.role is Role.EMBEDDING else "Linear"
+        return self._schemes.of(module, *names, kind=kind, single=self.found.layout in (RAW, SMOE))
 
-    def _experts(self, index: int, held: Mapping[str, tuple[Bound, ...]], buffers: _Buffers) -> QuantizedExperts:
+    def _experts(self, index: int, held: Mapping[Parameter, tuple[Bound, ...]], buffers: _Buffers) -> QuantizedExperts:
         if len(held) != 2:
             raise LayoutError(f"block {index}: only some of the experts' matrices are quantized")
         count = self.found.architecture.experts
         matrices = {}
-        for local, bound in held.items():
-            if len(bound) == 1:  # stacked: one tensor for all experts
-                whole = self._linear(bound[0], buffers)
-                parts = [[whole.select(expert)] for expert in range(count)]
-            else:
-                each = len(bound) // count
-                linears = [self._linear(part, buffers) for part in bound]
-                parts = [linears[expert * each : (expert + 1) * each] for expert in range(count)]
-            matrices[local] = parts
+        for parameter, bound in held.items():
+            linears = [linear for part in bound for linear in self._linears(parameter, part, buffers)]
+            each = len(linears) // count
+            matrices[parameter.local] = [linears[e * each : (e + 1) * each] for e in range(count)]
         gate_up, down = (matrices[local] for local in sorted(matrices, key=lambda name: "down" in name))
         return QuantizedExperts(gate_up, [part for (part,) in down])

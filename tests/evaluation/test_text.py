@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zaya_tools.data import TINY
+from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation.text import HELD_OUT, documents, tokenize
+from zaya_tools.training.corpus import held_out_text
+
+TEXT = "Grüße, 世界\n\nsecond line\n"
+END = 1
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes, encoding: str = "utf-8") -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding=encoding))
+
+
+def jsonl(file: Path, rows: Iterable[Any]) -> str:
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), "utf-8")
+    return str(file)
+
+
+def parquet(file: Path, columns: dict[str, Any]) -> str:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), file)
+    return str(file)
+
+
+def test_held_out_source() -> None:
+    assert list(documents(HELD_OUT)) == [held_out_text()]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.md"])
+def test_a_file_is_one_document(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(TEXT.encode())
+    assert list(documents(str(tmp_path / name))) == [TEXT]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_standard_input_is_utf8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    stdin(monkeypatch, TEXT.encode(), encoding)
+    assert list(documents("-")) == [TEXT]
+
+
+@pytest.mark.parametrize("source", ["-", "file"])
+def test_line_ends_are_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    data = TEXT.replace("\n", "\r\n").encode()
+    (tmp_path / "file").write_bytes(data)
+    stdin(monkeypatch, data)
+    assert list(documents("-" if source == "-" else str(tmp_path / "file"))) == [TEXT]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson"])
+def test_jsonl_has_a_document_a_line(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"a.{suffix}"
+    rows = [{"text": TEXT, "body": "other"}, "", {"text": "", "body": "b"}, {"text": "last", "body": "c"}, "  "]
+    data = jsonl(file, rows)
+    assert list(documents(data)) == [TEXT, "last"]
+    assert list(documents(data, "body")) == ["other", "b", "c"]
+
+
+def test_parquet_has_a_document_a_row(tmp_path: Path) -> None:
+    data = parquet(tmp_path / "a.parquet", {"text": [TEXT, None, "", "last"], "body": ["a", "b", "c", "d"]})
+    assert list(documents(data)) == [TEXT, "last"]
+    assert list(documents(data, "body")) == ["a", "b", "c", "d"]
+
+
+def test_large_strings_of_parquet_are_text(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    assert list(documents(parquet(tmp_path / "a.parquet", {"text": pa.array(["a"], pa.large_string())}))) == ["a"]
+
+
+def test_what_is_missing_in_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ZayaError, match=r"a\.jsonl, line 2 has no text in 'text': its fields are body, id") as caught:
+        list(documents(jsonl(tmp_path / "a.jsonl", [{"text": "x"}, {"id": 1, "body": "x"}])))
+    assert caught.value.hint == "name the field with --field"
+    with pytest.raises(ZayaError, match="line 1 has no text in 'text'"):
+        list(documents(jsonl(tmp_path / "b.jsonl", [{"text": 5}])))
+    with pytest.raises(ZayaError, match=r"line 1 .*: it is not an object"):
+        list(documents(jsonl(tmp_path / "c.jsonl", [[1, 2]])))
+    with pytest.raises(ZayaError, match=r"d\.jsonl is not JSON line by line"):
+        list(documents(jsonl(tmp_path / "d.jsonl", ["{'text': 1}"])))
+
+
+def test_what_is_wrong_in_a_parquet_file_is_named(tmp_path: Path) -> None:
+    data = parquet(tmp_path / "a.parquet", {"body": ["x"], "count": [3]})
+    with pytest.raises(ZayaError, match="no column 'text': it has body, count"):
+        list(documents(data))
+    with pytest.raises(ZayaError, match="column 'count' is int64, not text"):
+        list(documents(data, "count"))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(ZayaError, match=r"b\.parquet is not a parquet file"):
+        list(documents(str(tmp_path / "b.parquet")))
+
+
+@pytest.mark.parametrize("source", ["-", "a.txt", "a.jsonl"])
+def test_what_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    data = b'{"text": "caf\xe9"}'
+    (tmp_path / source).write_bytes(data)
+    stdin(monkeypatch, data)
+    name = "standard input" if source == "-" else source
+    with pytest.raises(ZayaError, match=rf"{name} is not UTF-8 text \(.* at byte 13\)"):
+        list(documents("-" if source == "-" else str(tmp_path / source)))
+
+
+def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ZayaError, match="need the pyarrow package") as caught:
+        list(documents(str(tmp_path / "a.parquet")))
+    assert "pip install pyarrow" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("data", ["no/such/file", "missing.txt", "name:config@split"])
+def test_without_datasets_a_name_is_a_missing_file(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ZayaError, match=f"there is no file {data}") as caught:
+        list(documents(data))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("data", ["/no/such/file.txt", "a b c", "x/y/z", "~/none.txt"])
+def test_what_cannot_be_a_dataset_is_a_missing_file(data: str) -> None:
+    with pytest.raises(ZayaError, match=f"there is no file {data}$"):
+        list(documents(data))
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, rows: Iterable[Any] | Exception) -> list[tuple[Any, ...]]:
+    """A `datasets` package that has these rows; gives the calls made to it."""
+    calls: list[tuple[Any, ...]] = []
+
+    def load_dataset(repo: str, config: str | None, *, split: str, streaming: bool) -> Iterable[Any]:
+        calls.append((repo, config, split, streaming))
+        if isinstance(rows, Exception):
+            raise rows
+        return rows
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("data", "call"),
+    [
+        ("wiki", ("wiki", None, "test", True)),
+        ("org/wiki", ("org/wiki", None, "test", True)),
+        ("org/wiki:raw-v1", ("org/wiki", "raw-v1", "test", True)),
+        ("org/wiki:raw-v1@train", ("org/wiki", "raw-v1", "train", True)),
+        ("org/wiki@validation", ("org/wiki", None, "validation", True)),
+    ],
+)
+def test_a_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch, data: str, call: tuple[Any, ...]) -> None:
+    calls = hub(monkeypatch, [{"text": "a", "body": "b"}, {"text": "", "body": "c"}, {"text": "d", "body": "e"}])
+    assert list(documents(data)) == ["a", "d"]
+    assert list(documents(data, "body")) == ["b", "c", "e"]
+    assert calls == [call] * 2
+
+
+def test_faults_of_a_dataset_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, [{"body": "b"}])
+    with pytest.raises(ZayaError, match="org/wiki has no text in 'text': its fields are body"):
+        list(documents("org/wiki"))
+    for error in (ConnectionError("offline\nmore"), ValueError("no split"), FileNotFoundError("gone"), OSError()):
+        hub(monkeypatch, error)
+        with pytest.raises(ZayaError, match="there is no file org/wiki, and no such dataset could be read: ") as caught:
+            list(documents("org/wiki"))
+        assert "\n" not in caught.value.message
+
+
+def test_tokens_are_those_of_the_text_up_to_the_limit(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT, "utf-8")
+    tokens = tokenize(TINY, str(file), 10**6)
+    assert tokens[-1] == END
+    assert Tokenizer.from_file(str(TINY / "tokenizer.json")).decode(tokens[:-1]) == TEXT
+    for limit in (0, 1, 5, len(tokens) - 1, len(tokens)):
+        assert tokenize(TINY, str(file), limit) == tokens[:limit]
+
+
+def test_every_document_ends(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "c"}, {"text": "ab"}])
+    tokens = tokenize(TINY, data, 100)
+    assert [place for place, token in enumerate(tokens) if token == END] == [2, 4, 7]
+    assert tokens[:3] == tokens[5:]
+
+
+def test_no_more_of_a_text_is_read_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless() -> Iterable[Any]:
+        while True:
+            yield {"text": "some text"}
+
+    hub(monkeypatch, endless())
+    assert len(tokenize(TINY, "org/wiki", 100)) == 100
+
+
+def test_a_long_document_is_tokenized_to_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("é" * 600_000 + "x" * 600_000)  # the cut falls among the second
+    tokens = tokenize(TINY, str(file), 10**7)
+    assert len(tokens) == 2 * 600_000 + 600_000 + 1
+
+
+def test_half_a_surrogate_pair_is_not_a_crash(tmp_path: Path) -> None:
+    good = tokenize(TINY, jsonl(tmp_path / "a.jsonl", [{"text": "a?b"}]), 10)
+    assert tokenize(TINY, jsonl(tmp_path / "b.jsonl", ['{"text": "a\\ud800b"}']), 10) == good
+
+
+def test_empty_texts_have_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    stdin(monkeypatch, b"")
+    assert tokenize(TINY, str(tmp_path / "a.txt"), 10) == []
+    assert tokenize(TINY, "-", 10) == []
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ZayaError, match=r"has no tokenizer\.json") as caught:
+        tokenize(tmp_path, HELD_OUT, 10)
+    assert "--tokenizer" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("config", "end"), [(None, None), ({}, None), ({"eos_token_id": 7}, 7),
+                                             ({"eos_token_id": [9, 7]}, 9), ({"eos_token_id": []}, None)])  # fmt: skip
+def test_the_end_of_a_text_is_what_the_config_says(tmp_path: Path, config: Any, end: int | None) -> None:
+    """A folder with a tokenizer alone will do."""
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "a.txt").write_text("ab")
+    tokens = tokenize(tmp_path, str(tmp_path / "a.txt"), 10)
+    assert tokens[2:] == ([] if end is None else [end])

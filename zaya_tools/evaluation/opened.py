@@ -1,0 +1,59 @@
+"""A checkpoint opened for a check: its files and its tensors against the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from zaya_tools.architecture import Architecture
+from zaya_tools.checkpoint.source import Source, open_source
+from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation.findings import Finding, Severity
+from zaya_tools.layouts.match import Match, match, require
+from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint folder and what its tensors are."""
+
+    source: Source
+    found: Match
+
+    @property
+    def native(self) -> bool:
+        """Whether the names are those that transformers and vLLM have."""
+        return self.found.layout in (NATIVE, NATIVE_PER_EXPERT)
+
+
+def open_model(folder: Path, check: str) -> Opened | Finding:
+    """The checkpoint under test, or a failure that says why it cannot be read; SourceError if there is no folder."""
+    try:
+        source = open_source(folder)
+        return Opened(source, match(source.tensors, source.config, str(folder)))
+    except ZayaError as error:
+        if not folder.is_dir():
+            raise
+        return Finding(check, "fail", error.message)
+
+
+def open_reference(folder: Path) -> Opened:
+    """The checkpoint to compare with; a ZayaError when it cannot be read whole: a broken reference proves nothing."""
+    source = open_source(folder)
+    return Opened(source, require(match(source.tensors, source.config, str(folder))))
+
+
+# A converted model may be given other stop tokens or a longer context on purpose. The dtype of each tensor is
+# checked by itself, and a baked `clamp_temp` is gone from the config for good reason.
+_ADJUSTABLE = {"pad_token", "bos_token", "eos_token", "max_positions", "rope_scaling"}
+_CHECKED_ELSEWHERE = {"dtype", "clamp_temp"}
+
+
+def differences(model: Architecture, reference: Architecture) -> Iterator[tuple[Severity, str]]:
+    """(severity, "field = value, the reference has value") of every field in which two geometries differ."""
+    for entry in fields(Architecture):
+        mine, other = getattr(model, entry.name), getattr(reference, entry.name)
+        if mine != other and entry.name not in _CHECKED_ELSEWHERE:
+            severity: Severity = "warn" if entry.name in _ADJUSTABLE else "fail"
+            yield severity, f"{entry.name} = {mine}, the reference has {other}"

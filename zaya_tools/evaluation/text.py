@@ -1,0 +1,150 @@
+"""Text to evaluate on: a file, standard input, a hub dataset, or the bundled held-out source; and its tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zaya_tools.errors import ZayaError
+from zaya_tools.training.corpus import held_out_text
+
+HELD_OUT = "held-out"
+FIELD = "text"
+_DATASET = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+
+
+def documents(data: str, field: str = FIELD) -> Iterator[str]:
+    """Documents of `data`, one after the other, none empty.
+
+    `data` is "held-out" (sources of the standard library that the bundled model was not trained on), "-" (standard
+    input, one document), a file (.jsonl with `field` a line, .parquet with a column of that name, anything else
+    one document), or a hub dataset `name:config@split` where the `datasets` package is installed.
+    Raises ZayaError when there is no such thing, or no such field.
+    """
+    if data == HELD_OUT:
+        yield held_out_text()
+        return
+    if data == "-":
+        yield from filter(None, [_decoded(sys.stdin.buffer.read(), "standard input")])
+        return
+    file = Path(data).expanduser()
+    if file.is_file():
+        yield from (text for text in _file(file, field) if text)
+        return
+    yield from (text for text in _dataset(data, field) if text)
+
+
+def _file(file: Path, field: str) -> Iterator[str]:
+    try:
+        if file.suffix == ".parquet":
+            yield from _parquet(file, field)
+        elif file.suffix in (".jsonl", ".ndjson"):
+            with file.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _field(json.loads(line), field, f"{file.name}, line {number}")
+        else:
+            yield _decoded(file.read_bytes(), file.name)
+    except UnicodeDecodeError as error:
+        raise _not_text(file.name, error) from error
+    except json.JSONDecodeError as error:
+        raise ZayaError(f"{file.name} is not JSON line by line ({error})") from error
+
+
+def _decoded(data: bytes, name: str) -> str:
+    """UTF-8 text, with line ends as LF."""
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise _not_text(name, error) from error
+
+
+def _not_text(name: str, error: UnicodeDecodeError) -> ZayaError:
+    return ZayaError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})", "give text, jsonl or parquet")
+
+
+def _field(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        known = f"its fields are {', '.join(sorted(row))}" if isinstance(row, dict) else "it is not an object"
+        raise ZayaError(f"{where} has no text in {field!r}: {known}", "name the field with --field")
+    text: str = row[field]
+    return text
+
+
+def _parquet(file: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ZayaError(
+            "parquet files need the pyarrow package", "pip install pyarrow, or give text or jsonl"
+        ) from error
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ZayaError(f"{file.name} is not a parquet file: {str(error).splitlines()[0]}") from error
+    names = table.schema_arrow.names
+    if field not in names:
+        raise ZayaError(f"{file.name} has no column {field!r}: it has {', '.join(names)}", "name it with --field")
+    kind = table.schema_arrow.field(field).type
+    if not any(f(kind) for f in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)):
+        raise ZayaError(f"{file.name}: column {field!r} is {kind}, not text", "name the column with --field")
+    for batch in table.iter_batches(columns=[field]):
+        yield from filter(None, batch.column(0).to_pylist())
+
+
+def _dataset(data: str, field: str) -> Iterator[str]:
+    found = _DATASET.fullmatch(data)
+    if not found:
+        raise ZayaError(
+            f"there is no file {data}", "give a file, - for standard input, or a hub dataset name:config@split"
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ZayaError(
+            f"there is no file {data}, and hub datasets need the datasets package", "pip install datasets"
+        ) from error
+    split = found["split"] or "test"
+    try:
+        rows = load_dataset(found["repo"], found["config"], split=split, streaming=True)
+        for row in rows:
+            yield _field(row, field, f"{data}")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ZayaError(f"there is no file {data}, and no such dataset could be read: {reason}") from error
+
+
+def tokenize(folder: Path, data: str, limit: int, field: str = FIELD) -> list[int]:
+    """At most `limit` token ids of `data` by the tokenizer in `folder`, its end-of-text token after each document."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ZayaError(f"{folder} has no tokenizer.json", "give a folder that has one with --tokenizer")
+    tokenizer = Tokenizer.from_file(str(file))
+    end = _end_token(folder)
+    tokens: list[int] = []
+    for document in documents(data, field):
+        # Half a surrogate pair, which JSON can spell, is no text.
+        text = document.encode("utf-8", "replace").decode("utf-8")
+        # Characters beyond what could be needed are not tokenized: a token is at least a byte, mostly several.
+        for start in range(0, len(text), 1 << 20):
+            tokens += tokenizer.encode(text[start : start + (1 << 20)], add_special_tokens=False).ids
+            if len(tokens) >= limit:
+                return tokens[:limit]
+        if end is not None:
+            tokens.append(end)
+    return tokens[:limit]
+
+
+def _end_token(folder: Path) -> int | None:
+    from zaya_tools.checkpoint.source import CONFIG, read_json
+
+    file = folder / CONFIG
+    end = read_json(file).get("eos_token_id") if file.exists() else None
+    first = end[0] if isinstance(end, list) and end else end
+    return first if isinstance(first, int) else None

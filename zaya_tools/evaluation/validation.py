@@ -1,0 +1,247 @@
+"""`zaya validate`: structure, weights, likelihood and generation of a checkpoint, and one verdict."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zaya_tools import __version__
+from zaya_tools.checkpoint.hub import locate
+from zaya_tools.checkpoint.source import open_source
+from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation import transformers_engine
+from zaya_tools.evaluation.findings import CheckResult
+from zaya_tools.evaluation.generation import check_generation
+from zaya_tools.evaluation.likelihood import measure
+from zaya_tools.evaluation.structure import check_structure
+from zaya_tools.evaluation.text import FIELD, HELD_OUT, tokenize
+from zaya_tools.evaluation.verdict import DEFAULTS, Limits, judge, scheme_class
+from zaya_tools.evaluation.weights import check_weights
+from zaya_tools.evaluation.windows import cut
+from zaya_tools.layouts.match import Match, match
+from zaya_tools.model.streaming import BUDGET
+from zaya_tools.model.weights import Weights
+from zaya_tools.parameters import total
+
+CHECKS = ("structure", "weights", "likelihood", "generation")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINES = ("stream", "transformers")
+_PROMPTS, _PROMPT_TOKENS = 4, 24
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to check, on what text and how. `limits` override the scheme's own where they are not None."""
+
+    checks: Sequence[str] = CHECKS
+    data: str = HELD_OUT
+    text_field: str = FIELD
+    tokenizer: str | None = None
+    max_tokens: int = 16_384
+    context: int = 512
+    stride: int | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    engine: str = "stream"
+    new_tokens: int = 24
+    budget: int = BUDGET
+    limits: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The verdict and everything that it rests on."""
+
+    passed: bool
+    reasons: tuple[str, ...]
+    results: tuple[CheckResult, ...]
+    document: dict[str, Any]
+
+
+def validate(
+    model: str | Path,
+    reference: str | Path | None = None,
+    settings: Settings | None = None,
+    *,
+    report: Report | None = None,
+) -> Validation:
+    """Validate a checkpoint, a folder or a hub id of any layout, against a reference in any layout where one is given.
+
+    `report` is called with a line when a check begins. Raises a ZayaError for settings that make no sense and for a
+    reference, text or tokenizer that cannot be read; what is wrong with the model itself is in the result.
+    """
+    wanted = settings or Settings()
+    _check_settings(wanted)
+    say = report or (lambda _: None)
+    folder, name = locate(str(model))
+    other = locate(str(reference)) if reference is not None else None
+    against = other[0] if other else None
+
+    results: list[CheckResult] = []
+    if "structure" in wanted.checks:
+        say("structure")
+        results.append(check_structure(folder, against))
+    sound = not any(result.failures for result in results)
+    if "weights" in wanted.checks and sound:
+        say("weights")
+        results.append(check_weights(folder, against))
+    described = _describe(folder, name)
+    limits = DEFAULTS[described["scheme_class"]] if described else next(iter(DEFAULTS.values()))
+    limits = replace(limits, **{key: value for key, value in wanted.limits.items() if value is not None})
+    # A model whose tensors are not all there cannot be run, and its other checks would only repeat that.
+    if sound and {"likelihood", "generation"} & set(wanted.checks):
+        results += _run(folder, against, wanted, limits, say)
+    skipped = [check for check in wanted.checks if check not in {result.check for result in results}]
+    return _conclude(results, skipped, described, other and _describe(*other), wanted, limits)
+
+
+def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, say: Report) -> list[CheckResult]:
+    device = _device(wanted.device)
+    dtype = DTYPES[wanted.dtype]
+    weights = Weights.open(folder, dtype=dtype, device=device)
+    reference = Weights.open(against, dtype=dtype, device=device) if against else None
+    source = Path(wanted.tokenizer) if wanted.tokenizer else _with_tokenizer(folder, against)
+    tokens = tokenize(source, wanted.data, wanted.max_tokens, wanted.text_field)
+    if max(tokens, default=0) >= weights.architecture.vocab_size:
+        raise ZayaError(
+            f"the tokenizer gives token {max(tokens)}, the model has {weights.architecture.vocab_size:,}",
+            "give the model's own tokenizer with --tokenizer",
+        )
+    results = []
+    if "likelihood" in wanted.checks:
+        say("likelihood")
+        windows = cut(tokens, min(wanted.context, len(tokens)), wanted.stride)
+        if wanted.engine == "transformers":
+            found = transformers_engine.measure(folder, windows, against, dtype)
+        else:
+            found = measure(weights, windows, reference, budget=wanted.budget)
+        results.append(judge(found, limits, weights.architecture.vocab_size))
+    if "generation" in wanted.checks:
+        say("generation")
+        result, mine, theirs = check_generation(weights, _prompts(tokens), wanted.new_tokens, reference)
+        result.figures["texts"] = _texts(source, mine, theirs)
+        results.append(result)
+    return results
+
+
+def _check_settings(wanted: Settings) -> None:
+    unknown = [check for check in wanted.checks if check not in CHECKS]
+    if unknown or not wanted.checks:
+        what = f"unknown check {unknown[0]!r}" if unknown else "no checks"
+        raise ZayaError(what, f"choose among {', '.join(CHECKS)}")
+    if wanted.dtype not in DTYPES:
+        raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
+    if wanted.engine not in ENGINES:
+        raise ZayaError(f"unknown engine {wanted.engine!r}", f"choose {' or '.join(ENGINES)}")
+    if wanted.new_tokens < 1:
+        raise ZayaError(f"{wanted.new_tokens} new tokens cannot be judged", "generate at least one")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ZayaError("there is no CUDA device", "use --device cpu")
+    return torch.device(name)
+
+
+def _with_tokenizer(folder: Path, against: Path | None) -> Path:
+    if not (folder / "tokenizer.json").is_file() and against is not None:
+        return against
+    return folder
+
+
+def _prompts(tokens: list[int]) -> list[list[int]]:
+    """A few beginnings of equal length, spread over the text."""
+    length = min(_PROMPT_TOKENS, max(1, len(tokens) // 2))
+    count = max(1, min(_PROMPTS, len(tokens) // length))
+    step = len(tokens) // count
+    return [tokens[start : start + length] for start in range(0, step * count, step)][:count]
+
+
+def _texts(folder: Path, mine: Sequence[Any], theirs: Sequence[Any]) -> list[dict[str, Any]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    others = list(theirs) or [None] * len(mine)
+    return [
+        {
+            "prompt": tokenizer.decode(list(one.prompt)),
+            "text": tokenizer.decode(list(one.tokens)),
+            "reference_text": tokenizer.decode(list(other.tokens)) if other else None,
+        }
+        for one, other in zip(mine, others, strict=True)
+    ]
+
+
+def _describe(folder: Path, name: str) -> dict[str, Any] | None:
+    """What a checkpoint is, None where that cannot be told."""
+    try:
+        source = open_source(folder)
+        found: Match = match(source.tensors, source.config, str(folder))
+    except ZayaError:
+        return None
+    stated = source.config.get("quantization_config")
+    return {
+        "name": name,
+        "layout": found.layout.name,
+        "parameters": total(found.architecture),
+        "bytes": source.nbytes,
+        "blocks": found.architecture.blocks,
+        "experts": found.architecture.experts,
+        "scheme": stated.get("format") if isinstance(stated, dict) else None,
+        "scheme_class": scheme_class(source.config, found.quantized),
+    }
+
+
+def _conclude(
+    results: Sequence[CheckResult],
+    skipped: Sequence[str],
+    model: dict[str, Any] | None,
+    reference: dict[str, Any] | None,
+    wanted: Settings,
+    limits: Limits,
+) -> Validation:
+    def messages(severity: str) -> list[str]:
+        return [f"{f.check}: {f.message}" for result in results for f in result.findings if f.severity == severity]
+
+    reasons = messages("fail")
+    notes = messages("note")
+    for check in skipped:
+        notes.append(f"{check} was not checked: the structure is not sound")
+    document = {
+        "verdict": "FAIL" if reasons else "PASS",
+        "reasons": reasons,
+        "warnings": messages("warn"),
+        "notes": notes,
+        "model": model,
+        "reference": reference,
+        "settings": {
+            "checks": list(wanted.checks),
+            "data": wanted.data,
+            "max_tokens": wanted.max_tokens,
+            "context": wanted.context,
+            "stride": wanted.stride or wanted.context,
+            "dtype": wanted.dtype,
+            "device": str(_device(wanted.device)),
+            "engine": wanted.engine,
+        },
+        "thresholds": limits.as_dict(),
+        "tool": {"zaya_tools": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "checks": {
+            result.check: {
+                "passed": not result.failures,
+                "findings": [finding.as_dict() for finding in result.findings],
+                "figures": result.figures,
+            }
+            for result in results
+        },
+    }
+    return Validation(not reasons, tuple(reasons), tuple(results), document)

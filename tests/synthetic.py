@@ -99,7 +99,7 @@ def logical(architecture: Architecture, *, seed: int = 0, dtype: str = "BF16") -
     """Every parameter of the table by its native name; a parameter's values depend on seed and name alone."""
     result = {}
     for parameter in parameters(architecture):
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(parameter.name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(parameter.name.encode(), seed))
         result[parameter.name] = value(parameter, generator).to(TORCH[dtype])
     return result
 

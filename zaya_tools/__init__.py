@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zaya_tools.checkpoint.conversion import convert
     from zaya_tools.checkpoint.inspection import inspect
+    from zaya_tools.evaluation.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "convert", "inspect"]
+__all__ = ["__version__", "convert", "inspect", "validate"]
 
-_HOMES = {"convert": "zaya_tools.checkpoint.conversion", "inspect": "zaya_tools.checkpoint.inspection"}
+_HOMES = {
+    "convert": "zaya_tools.checkpoint.conversion",
+    "inspect": "zaya_tools.checkpoint.inspection",
+    "validate": "zaya_tools.evaluation.validation",
+}
 
 
 def __getattr__(name: str) -> Any:

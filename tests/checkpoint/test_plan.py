@@ -44,7 +44,7 @@ from zaya_tools.dtypes import FLOATS, SIZES
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.layouts.base import Layout
 from zaya_tools.layouts.match import Match, match, require
-from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
+from zaya_tools.layouts.native import NATIVE
 from zaya_tools.layouts.raw import RAW, SMOE
 from zaya_tools.parameters import PROTECTED, Role, parameters
 from zaya_tools.tensors import TensorInfo

@@ -6,21 +6,23 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from zaya_tools.architecture import native_config
 from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.carried import carried_quantization
+from zaya_tools.checkpoint.destination import check_destination, listed_files, settle
 from zaya_tools.checkpoint.hub import locate
 from zaya_tools.checkpoint.manifest import manifest, source_files
 from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, fingerprint, parse_size, target_layout
 from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles, side_files
 from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json, same_bytes
-from zaya_tools.checkpoint.writer import check_destination, discard, open_workspace, partial_folder
+from zaya_tools.checkpoint.writer import discard_finished, open_workspace, recover
 from zaya_tools.dtypes import NAMES
-from zaya_tools.errors import LayoutError, SourceError, ZayaError
+from zaya_tools.errors import LayoutError, NonFiniteError, SourceError, ZayaError
 from zaya_tools.layouts.match import Match, match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
@@ -101,6 +103,12 @@ def plan_match(
     if quantization is not None:
         config["quantization_config"] = quantization
     classes = skip.skip_classes(found)
+    for block in classes:
+        if not (isfinite(block.bias) and isfinite(block.largest_expert_bias)):
+            raise NonFiniteError(
+                f"block {block.block}: the balancing biases hold NaN or infinity",
+                "the router could choose nothing by them",
+            )
     return Conversion(
         source=opened,
         name=name,
@@ -136,16 +144,17 @@ def convert(
     """
     if workers is not None and workers < 1:
         raise ZayaError(f"{workers} workers cannot do anything", "give at least one")
-    target = Path(destination).expanduser()
+    target = settle(destination)
     work = planned or plan_conversion(source, to=to, dtype=dtype, max_shard_size=max_shard_size)
+    stamp = fingerprint(work.plan, work.source.headers, {"options": work.options, "config": work.config})
+    recover(target)
     if resume and _complete(target, work):
-        discard(partial_folder(target))
+        discard_finished(target, stamp)
         return Converted(target, work, {}, already_complete=True)
     check_destination(target, work.source.folder, force)
     small = {name: _side_file(work.source.folder / name) for name in work.sides.copied}
     small[CONFIG] = _json(work.config)
     small[INDEX] = _json(work.plan.index())
-    stamp = fingerprint(work.plan, work.source.headers, {"options": work.options, "config": work.config})
     with open_workspace(target, work.plan, stamp, resume=resume, force=force) as space:
         report = advance or (lambda _: None)
         report(sum(s.nbytes for digest in space.finished.values() for s in digest.segments))
@@ -164,7 +173,7 @@ def convert(
             warnings=work.warnings,
         )
         space.add(MANIFEST, record)
-        space.publish(target)
+        space.publish(target, force)
     return Converted(target, work, digests)
 
 
@@ -181,8 +190,8 @@ def _side_file(file: Path) -> bytes:
 
 def _refuse_same_layout(found: Match, to: str, dtype: str, name: str) -> None:
     native = found.layout in (NATIVE, NATIVE_PER_EXPERT)
-    same = (to == "native" and native and not found.renamed) or (to == "raw" and found.layout is RAW)
-    if same and dtype == KEEP:
+    target = RAW if to == "raw" else target_layout(found)
+    if found.layout is target and not found.renamed and dtype == KEEP:
         other = "go back with --to raw" if native else "convert it with --to native"
         raise LayoutError(f"{name} is already {to}; nothing was written", f"use it as it is, or {other}")
 
@@ -208,21 +217,19 @@ def _notes(plan: Plan, source: Source) -> list[str]:
 
 
 def _complete(destination: Path, work: Conversion) -> bool:
-    """Whether `destination` already is what this conversion would write."""
-    if not (destination / MANIFEST).is_file():
+    """Whether `destination` already is what this conversion would write: its manifest says so, and nothing is gone."""
+    files = listed_files(destination)
+    if not {shard.filename for shard in work.plan.shards} <= files.keys():
         return False
-    try:
-        recorded = read_json(destination / MANIFEST)
-    except SourceError:
-        return False
-    files = recorded.get("files", {})
-    if recorded.get("options") != work.options:
-        return False
-    if recorded.get("source", {}).get("files") != source_files(work.source.headers):
-        return False
-    return all(
-        isinstance(facts := files.get(shard.filename), dict)
-        and facts.get("bytes") == shard.nbytes
-        and (destination / shard.filename).is_file()
-        for shard in work.plan.shards
+    recorded = read_json(destination / MANIFEST)
+    source = recorded.get("source")
+    same = (
+        recorded.get("options") == work.options
+        and isinstance(source, dict)
+        and source.get("files") == source_files(work.source.headers)
     )
+    return same and all(_present(destination / name, facts) for name, facts in files.items())
+
+
+def _present(file: Path, facts: Any) -> bool:
+    return isinstance(facts, dict) and file.is_file() and file.stat().st_size == facts.get("bytes")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +17,8 @@ from zaya_tools.tensors import TensorInfo
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _PREFIX = 8
+_MAX_RANK = 16
+_MAX_NUMBER = 2**63  # what fits no file; with the rank it also bounds the products below
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,10 @@ def read_header(file: Path) -> Header:
     leave no gap and do not overlap, and that the file has exactly the bytes that it promises.
     """
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise SourceError(f"{file.name} is not a file")
+        size = status.st_size
         with file.open("rb") as stream:
             prefix = stream.read(_PREFIX)
             length = int.from_bytes(prefix, "little")
@@ -64,8 +71,8 @@ def read_header(file: Path) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name!r} stands twice")
     return result
 
 
@@ -81,16 +88,20 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _whole(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v < _MAX_NUMBER for v in values
+    )
 
 
 def _tensor(file: Path, base: int, name: str, entry: Any) -> TensorInfo:
+    if not name.isprintable():  # terminals, file systems and other readers would each see another name
+        raise SourceError(f"{file.name}: the tensor name {name!r} has unprintable characters", "the file is damaged")
     if not isinstance(entry, dict):
         raise SourceError(f"{file.name}: {name} has no dtype, shape and offsets", "the file is damaged")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in SIZES:
+    if not isinstance(dtype, str) or dtype not in SIZES:
         raise SourceError(f"{file.name}: {name} has the unknown dtype {dtype!r}")
-    if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
+    if not _whole(shape) or len(shape) > _MAX_RANK or not _whole(offsets) or len(offsets) != 2:
         raise SourceError(f"{file.name}: {name} has a malformed shape or offsets", "the file is damaged")
     start, end = offsets
     nbytes = prod(shape) * SIZES[dtype]

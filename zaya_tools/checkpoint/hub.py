@@ -18,13 +18,23 @@ def locate(source: str) -> tuple[Path, str]:
     A folder always wins over a hub id. SourceError when it is neither, or when the hub cannot be reached or
     does not have it.
     """
-    folder = Path(source).expanduser()
+    if not source:
+        raise SourceError("the name of the source is empty", "give a folder, or a hub id like org/name")
+    folder = expand(source)
     if folder.exists():
         return folder, folder.resolve().name
     found = _HUB_ID.fullmatch(source)
     if not found or source.startswith((".", "/", "~")):
         return folder, folder.name  # opening it says that it does not exist
     return _download(found["repo"], found["revision"], source), source
+
+
+def expand(path: str | Path) -> Path:
+    """A path with ~ replaced by the home folder; left as it is where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _download(repo: str, revision: str | None, source: str) -> Path:
@@ -50,10 +60,18 @@ def _download(repo: str, revision: str | None, source: str) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise SourceError(f"{repo} has no revision {revision}") from error
-    except (HFValidationError, HfHubHTTPError) as error:
-        raise SourceError(f"the hub refused {source}: {str(error).splitlines()[0]}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise SourceError(
             f"there is no folder {source}, and the hub cannot be reached to look for a model of that name",
             "check the path, or the network (HF_HUB_OFFLINE must not be set)",
         ) from error
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise SourceError(f"the hub refused {source}: {_first_line(error)}") from error
+    except Exception as error:  # whatever the network stack or a full cache disk raises, with its own words
+        raise SourceError(
+            f"{source} could not be fetched: {_first_line(error)}", "run it again: what was fetched is kept"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -170,10 +170,11 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
                         return
                     start, end, regions = block
                     reads = _fill(buffer, start, end, regions, shard.header, sources)
-                    target.write(buffer, end - start, start)
                     order.wait(ticket)
                     hash_in_order(buffer[: end - start], reads)
                     order.done()
+                    # Last, so that no block waits for another one's way to the disk.
+                    target.write(buffer, end - start, start)
                     advance(sum(read.data.nbytes for read in reads))
             except _Failed:
                 return

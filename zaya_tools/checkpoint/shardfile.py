@@ -53,17 +53,18 @@ class ShardFile:
         view = buffer[:padded].data
         done = 0
         while done < padded:
+            direct = self._direct
             # Several buffered writers of one file would only spin on its lock.
-            with nullcontext() if self._direct else self._turn:
+            with nullcontext() if direct else self._turn:
                 try:
                     done += os.pwrite(self._descriptor, view[done:], offset + done)
                 except OSError as error:
                     # A short write, as at the end of the disk, leaves an odd rest; the cache takes it, or says why not.
-                    if error.errno not in _REFUSED or not self._direct:
+                    if error.errno not in _REFUSED or not direct:
                         raise
-                    self._direct = False
                     flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                     fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                    self._direct = False  # after the flag: other threads' writes may be on their way
 
     def finish(self, size: int) -> None:
         """Cut the file to `size` bytes and wait until it is on disk."""

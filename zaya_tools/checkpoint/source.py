@@ -48,7 +48,10 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_JSON:
             raise SourceError(f"{file.name} is larger than {MAX_JSON:,} bytes")
-        value = json.loads(file.read_text("utf-8"))
+        text = file.read_text("utf-8")
+        if text.startswith("version https://git-lfs"):
+            raise SourceError(f"{file.name} is a Git LFS pointer, not the file itself", "run `git lfs pull`")
+        value = json.loads(text)
     except FileNotFoundError as error:
         raise SourceError(f"{file.parent}: no {file.name}", "a checkpoint folder has one beside its weights") from error
     except OSError as error:
@@ -71,7 +74,8 @@ def open_source(folder: Path) -> Source:
         raise SourceError(
             f"{folder} {kind}", "give a folder with config.json and safetensors files, or a hub id like org/name"
         )
-    present = sorted(file.name for file in folder.glob("*.safetensors"))
+    # Hidden files are other programs': macOS puts a ._name beside every name on foreign disks.
+    present = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     weight_map = _weight_map(folder)
     if weight_map is None:
         files = present
@@ -108,7 +112,7 @@ def _explain_no_weights(folder: Path) -> None:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     index = folder / INDEX
-    if not index.exists():
+    if not index.exists() and not index.is_symlink():  # a dangling link is a broken index, not a missing one
         return None
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
@@ -181,7 +185,10 @@ def read_into(descriptor: int, buffer: Bytes, start: int, name: str) -> None:
     view = buffer.data
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], start + done)
+        try:
+            count = os.preadv(descriptor, [view[done:]], start + done)
+        except OSError as error:
+            raise SourceError(f"{name} cannot be read at byte {start + done:,}: {error.strerror}") from error
         if count == 0:
             raise SourceError(f"{name} ended at byte {start + done:,}", "the file changed while it was read")
         done += count

@@ -8,85 +8,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from blake3 import blake3
-
-from zaya_tools.checkpoint.plan import Plan
+from zaya_tools.checkpoint.destination import check_replaceable, partial_folder, remove_written
+from zaya_tools.checkpoint.plan import Plan, Shard
 from zaya_tools.checkpoint.pump import Segment, ShardDigest, write_shard
-from zaya_tools.checkpoint.sidefiles import MANIFEST
-from zaya_tools.checkpoint.source import BLOCK, read_json
-from zaya_tools.errors import DestinationError, SourceError
+from zaya_tools.checkpoint.source import read_json
+from zaya_tools.errors import DestinationError, NonFiniteError, SourceError, ZayaError
 
 _OUTPUT, _REPLACED, _RECORDS, _STATE, _LOCK = "output", "replaced", "records", "state.json", "lock"
-_HASHED = 16 * 2**20
+_UNFINISHED = ".unfinished"
 _SLACK = 64 * 2**20  # for side files, index and manifest
-
-
-def partial_folder(destination: Path) -> Path:
-    """Where an unfinished run keeps its work: hidden, beside the destination, on the same file system."""
-    return destination.parent / f".{destination.name}.zaya-partial"
-
-
-def check_destination(destination: Path, source: Path, force: bool) -> None:
-    """DestinationError when `destination` may not be written: inside the source, around it, or not ours to replace."""
-    target, origin = destination.resolve(), source.resolve()
-    if target == origin or target.is_relative_to(origin) or origin.is_relative_to(target):
-        raise DestinationError(
-            f"{destination} and the source {source} lie in one another", "the source is never written to"
-        )
-    if not target.parent.is_dir():
-        raise DestinationError(f"the folder {target.parent} does not exist", "create it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise DestinationError(f"{target.parent} is not writable")
-    if not destination.exists() and not destination.is_symlink():
-        return
-    if destination.is_symlink() or not destination.is_dir():
-        raise DestinationError(f"{destination} exists and is not a folder", "choose another destination")
-    if not any(destination.iterdir()):
-        return
-    if not force:
-        raise DestinationError(
-            f"{destination} already exists", "choose another name, or --force to replace what zaya wrote there"
-        )
-    _check_ours(destination)
-
-
-def _check_ours(folder: Path) -> None:
-    """Every entry must be a file that this folder's manifest lists, with the size (small files: the bytes) it lists."""
-    if not (folder / MANIFEST).is_file():
-        raise DestinationError(
-            f"{folder} has no {MANIFEST}: zaya did not write it", "nothing that zaya did not write is deleted"
-        )
-    files = read_json(folder / MANIFEST).get("files")
-    listed = files if isinstance(files, dict) else {}
-    for entry in sorted(folder.iterdir()):
-        if entry.name == MANIFEST:
-            continue
-        facts = listed.get(entry.name)
-        if not isinstance(facts, dict) or entry.is_symlink() or not entry.is_file() or not _as_listed(entry, facts):
-            raise DestinationError(
-                f"{entry} is not a file that zaya wrote, or was changed since",
-                "move it away: nothing that zaya did not write is deleted",
-            )
-
-
-def _as_listed(file: Path, facts: Mapping[str, Any]) -> bool:
-    size = file.stat().st_size
-    # Hashing shards of gigabytes again would make --force slow; whoever edits a small file changes its digest.
-    return size == facts.get("bytes") and (size > _HASHED or _digest(file) == facts.get("blake3"))
-
-
-def _digest(file: Path) -> str:
-    digest = blake3()
-    with file.open("rb") as stream:
-        while data := stream.read(BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 class Workspace:
@@ -102,15 +38,17 @@ class Workspace:
         for shard in plan.shards:
             if shard.filename in self.finished:
                 continue
-            unfinished = self.folder / f"{shard.filename}.unfinished"
+            unfinished = self.folder / f"{shard.filename}{_UNFINISHED}"
             try:
                 digest = write_shard(shard, unfinished, workers, advance)
             except OSError as error:
                 unfinished.unlink(missing_ok=True)
-                raise _disk_error(error, shard.filename, len(self.finished)) from error
-            unfinished.rename(self.output / shard.filename)
+                raise self._explain(error, shard.filename) from error
+            written = self.output / shard.filename
+            unfinished.rename(written)
             _sync_folder(self.output)
-            self._save(self.folder / _RECORDS / f"{shard.filename}.json", json.dumps(asdict(digest)).encode())
+            record = {"mtime_ns": written.stat().st_mtime_ns, "digest": asdict(digest)}
+            self._save(self.folder / _RECORDS / f"{shard.filename}.json", json.dumps(record).encode())
             self.finished[shard.filename] = digest
         return {shard.filename: self.finished[shard.filename] for shard in plan.shards}
 
@@ -122,28 +60,35 @@ class Workspace:
         try:
             _write_bytes(file, content)
         except OSError as error:
-            raise _disk_error(error, file.name, len(self.finished)) from error
+            raise self._explain(error, file.name) from error
 
-    def publish(self, destination: Path) -> None:
-        """Make the output appear under its final name, replacing an earlier run's if there is one."""
+    def _explain(self, error: OSError, name: str) -> ZayaError:
+        if error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
+            return SourceError(f"{error.filename} cannot be read: {error.strerror}", "--resume continues")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return DestinationError(
+                f"the disk is full: {name} could not be written ({len(self.finished)} finished shards are kept)",
+                "free some space, then run again with --resume",
+            )
+        return DestinationError(
+            f"{name} could not be written: {error.strerror}", "finished shards are kept: --resume continues"
+        )
+
+    def publish(self, destination: Path, force: bool) -> None:
+        """Make the output appear under its final name, with `force` replacing what an earlier run left there."""
         _sync_folder(self.output)
+        check_replaceable(destination, force)  # again: hours may have passed
         if destination.exists() and any(destination.iterdir()):
-            _check_ours(destination)
             if not _exchange(self.output, destination):
                 old = self.folder / _REPLACED
                 destination.rename(old)
                 self.output.rename(destination)
                 old.rename(self.output)
-            _remove_listed(self.output)
+            remove_written(self.output)
         else:
             self.output.rename(destination)
         _sync_folder(destination.parent)
-        discard(self.folder)
-
-
-def discard(folder: Path) -> None:
-    """Delete a run's hidden folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+        _discard(self.folder)
 
 
 @contextmanager
@@ -153,7 +98,8 @@ def open_workspace(
     """Create, or with `resume` reopen, the hidden folder for `destination`, locked against a second process.
 
     DestinationError when another process writes there, when an unfinished run is found without `resume` or
-    `force`, when `resume` finds one of another source, plan or version, or when the disk is too small.
+    `force`, when `resume` finds one of another source, plan or version, or when the disk is too small. A run that
+    bad numbers end leaves nothing: it could not be resumed.
     """
     folder = partial_folder(destination)
     with _locked(folder, destination):
@@ -171,81 +117,138 @@ def open_workspace(
         free = shutil.disk_usage(folder).free
         if need > free:
             if not finished:
-                discard(folder)
+                _discard(folder)
             raise DestinationError(
                 f"{destination} needs {need:,} bytes of disk, {free:,} are free", "free some space, or write elsewhere"
             )
         for name in (_OUTPUT, _RECORDS):
             (folder / name).mkdir(exist_ok=True)
         _write_bytes(folder / _STATE, json.dumps({"fingerprint": fingerprint}).encode())
-        yield Workspace(folder, finished)
+        try:
+            yield Workspace(folder, finished)
+        except NonFiniteError:
+            _discard(folder)
+            raise
+
+
+def recover(destination: Path) -> None:
+    """Put a replaced output back that a run, killed where folders cannot be exchanged, left without its name."""
+    folder = partial_folder(destination)
+    if (folder / _REPLACED).exists() and not destination.exists():
+        with _locked(folder, destination):
+            (folder / _REPLACED).rename(destination)
+
+
+def discard_finished(destination: Path, fingerprint: str) -> None:
+    """Delete what a run of this fingerprint, killed after it had published, left behind; other runs' work stays."""
+    folder = partial_folder(destination)
+    if folder.exists():
+        with _locked(folder, destination):
+            if not (folder / _STATE).exists() or _fingerprint(folder) == fingerprint:
+                _discard(folder)
 
 
 @contextmanager
 def _locked(folder: Path, destination: Path) -> Iterator[None]:
     # A lock that the kernel drops when the process dies, however it dies.
-    folder.mkdir(exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
+    if folder.is_symlink():
+        raise DestinationError(f"{folder} is a link, not the work of an unfinished run", "move it away")
+    while True:
+        folder.mkdir(exist_ok=True)
+        lock = _lock(folder, destination)
+        if lock is not None:
+            with lock:
+                yield
+            return
+
+
+def _lock(folder: Path, destination: Path) -> TextIO | None:
+    """The locked file; None when a run that ended meanwhile deleted it, so that its lock guards nothing."""
+    file = folder / _LOCK
+    try:
+        _check_ours(folder)
+        lock = file.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+                return lock
+        except BlockingIOError as error:
+            lock.close()
             raise DestinationError(
                 f"another zaya process is writing {destination}", "wait for it, or choose another name"
             ) from error
-        yield
+        lock.close()
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _fingerprint(folder: Path) -> Any:
+    try:
+        return read_json(folder / _STATE).get("fingerprint")
+    except SourceError:
+        return None
 
 
 def _finished(folder: Path, plan: Plan, fingerprint: str, destination: Path) -> dict[str, ShardDigest]:
-    if read_json(folder / _STATE).get("fingerprint") != fingerprint:
+    if _fingerprint(folder) != fingerprint:
         raise DestinationError(
             f"the unfinished run for {destination} was of another source, other options or another version",
-            "--force starts again",
+            "--force without --resume starts again",
         )
-    result = {}
-    for shard in plan.shards:
-        record = folder / _RECORDS / f"{shard.filename}.json"
-        written = folder / _OUTPUT / shard.filename
-        if not record.exists() or not written.exists() or written.stat().st_size != shard.nbytes:
-            continue
-        try:
-            facts = read_json(record)
-        except SourceError:
-            continue  # cut off while it was written: the shard is written again
+    found = ((shard.filename, _recorded(folder, shard)) for shard in plan.shards)
+    return {name: digest for name, digest in found if digest is not None}
+
+
+def _recorded(folder: Path, shard: Shard) -> ShardDigest | None:
+    """The digest of a finished shard; None, so that it is written again, where file and record do not belong together.
+
+    The time tells the shard from one of the same size that a publishing run had swapped in when it was killed.
+    """
+    try:
+        record = read_json(folder / _RECORDS / f"{shard.filename}.json")
+        facts = record["digest"]
         segments = tuple(Segment(**segment) for segment in facts["segments"])
-        result[shard.filename] = ShardDigest(facts["blake3"], facts["nbytes"], segments)
-    return result
+        digest = ShardDigest(facts["blake3"], facts["nbytes"], segments)
+        status = (folder / _OUTPUT / shard.filename).stat()
+    except (SourceError, OSError, KeyError, TypeError):
+        return None
+    return digest if (status.st_size, status.st_mtime_ns) == (shard.nbytes, record.get("mtime_ns")) else None
+
+
+def _check_ours(folder: Path) -> None:
+    """DestinationError for a hidden folder that has something in it which no run of ours puts there."""
+    for entry in folder.iterdir():
+        known = entry.name in (_OUTPUT, _REPLACED, _RECORDS, _STATE, _LOCK) or entry.suffix == _UNFINISHED
+        if not known or entry.is_symlink():
+            raise DestinationError(
+                f"{entry} is not of an unfinished run of zaya",
+                "move it away: nothing that zaya did not write is deleted",
+            )
 
 
 def _clear(folder: Path) -> None:
     """Empty our own hidden folder, the lock aside."""
+    _check_ours(folder)
     for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
+        if entry.is_dir():
             shutil.rmtree(entry)
         elif entry.name != _LOCK:
             entry.unlink()
 
 
-def _remove_listed(folder: Path) -> None:
-    """Delete the files that a replaced folder's manifest lists, then the folder if nothing else is in it."""
-    listed: Mapping[str, Any] = read_json(folder / MANIFEST)["files"]
-    for name in [*listed, MANIFEST]:
-        (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
-
-
-def _disk_error(error: OSError, name: str, finished: int) -> DestinationError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return DestinationError(
-            f"the disk is full: {name} could not be written ({finished} finished shards are kept)",
-            "free some space, then run again with --resume",
-        )
-    return DestinationError(
-        f"{name} could not be written: {error.strerror}", "finished shards are kept: --resume continues"
-    )
+def _discard(folder: Path) -> None:
+    """Delete our own hidden folder; something strange in it stays, with the folder."""
+    try:
+        _clear(folder)
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except (OSError, DestinationError):
+        return  # the output is whole already: what is left over is no reason to fail
 
 
 def _write_bytes(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished = file.with_name(f"{file.name}{_UNFINISHED}")
     with unfinished.open("wb") as stream:
         stream.write(content)
         stream.flush()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from zaya_tools import __version__
-from zaya_tools.cli import convert, errors, inspect
+from zaya_tools.cli import convert, demo, errors, inspect, validate
 
 app = typer.Typer(
     name="zaya",
@@ -35,11 +38,17 @@ def _main(
 
 app.command()(inspect.inspect)
 app.command()(convert.convert)
+app.command()(validate.validate)
+app.command()(demo.demo)
 
 
 def main() -> None:
     """Entry point of the `zaya` command."""
-    errors.run(app)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr has this from Python: no name can fail to print
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # torch's waiting threads spin by default, which makes a shared machine several times slower. Read when it loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    errors.run(lambda: app(standalone_mode=False))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def convert(
     """Convert any ZAYA1 checkpoint to the layout that transformers and vLLM read, or back to raw, bit for bit."""
     from zaya_tools.checkpoint.conversion import convert as run
     from zaya_tools.checkpoint.conversion import plan_conversion
-    from zaya_tools.checkpoint.writer import check_destination
+    from zaya_tools.checkpoint.destination import check_destination, settle
 
     out = Output(as_json)
     work = plan_conversion(source, to=to.value, dtype=dtype.value, max_shard_size=max_shard_size)
@@ -59,7 +59,7 @@ def convert(
         out.warn(warning)
     if dry_run:
         if not resume:
-            check_destination(destination, work.source.folder, force)
+            check_destination(settle(destination), work.source.folder, force)
         show_plan(out, work)
         out.document({"destination": str(destination), "written": False, **summary(work)})
         return

@@ -27,13 +27,18 @@ def inspect(
     report = look(path)
     out = Output(as_json)
     out.document(report.as_dict())
-    _geometry(out, report)
-    _contents(out, report)
-    show_skip(out, report)
-    _findings(out, report)
-    out.heading(f"verdict: {report.verdict}")
+    show(out, report)
     if not report.complete:
         raise typer.Exit(1)
+
+
+def show(out: Output, report: Inspection) -> None:
+    """The report for people."""
+    _geometry(out, report)
+    _contents(out, report)
+    _skip(out, report)
+    _findings(out, report)
+    out.heading(f"verdict: {report.verdict}")
 
 
 def _geometry(out: Output, report: Inspection) -> None:
@@ -64,8 +69,7 @@ def _contents(out: Output, report: Inspection) -> None:
         out.text(f"quantized: {q.quantized:,} of {q.total:,} tensors of role {q.role} ({stated})")
 
 
-def show_skip(out: Output, report: Inspection) -> None:
-    """The skip class: one line where it is out of reach everywhere, else a table."""
+def _skip(out: Output, report: Inspection) -> None:
     if report.skip and not any(s.reachable for s in report.skip):
         out.text(f"skip class: proven unreachable in all {len(report.skip)} blocks")
         return

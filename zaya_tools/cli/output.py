@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +33,22 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def visible(text: str) -> str:
+    """Text with control characters and undecodable bytes spelled out: names from files could steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_console = partial(Console, highlight=False, markup=False, emoji=False)
+
+
 class Output:
     """Text for people goes to stdout, notices and progress to stderr; with `as_json` stdout has the document alone."""
 
@@ -38,39 +56,45 @@ class Output:
         self.as_json = as_json
         # Tables must not be cut off where the output is a pipe or a log of unknown width.
         width = None if sys.stdout.isatty() else 140
-        self._out = Console(width=width, highlight=False, soft_wrap=False)
-        self._err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 1000)
+        # Names are printed as they are: [brackets] and :codes: in them mean nothing.
+        self._out = _console(width=width)
+        self._err = _console(stderr=True, width=None if sys.stderr.isatty() else 1000)
 
     def text(self, line: str = "") -> None:
-        """A line for people; nothing in JSON mode. Markup is not interpreted: names may hold brackets."""
+        """A line for people; nothing in JSON mode."""
         if not self.as_json:
-            self._out.print(line, markup=False, soft_wrap=True)
+            self._out.print(visible(line), soft_wrap=True)
 
     def heading(self, line: str) -> None:
         """A line that stands out."""
         if not self.as_json:
-            self._out.print(line, style="bold", markup=False, soft_wrap=True)
+            self._out.print(visible(line), style="bold", soft_wrap=True)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """A table for people; columns whose cells are all numbers or sizes align right."""
         if self.as_json or not rows:
             return
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+        table = Table(title=visible(title), title_justify="left", title_style="bold", header_style="dim")
         for index, column in enumerate(columns):
             numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*row)
-        self._out.print(table, markup=False)
+            table.add_row(*map(visible, row))
+        self._out.print(table)
 
     def warn(self, line: str) -> None:
         """A warning, on stderr."""
-        self._err.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+        self._err.print(f"warning: {visible(line)}", style="yellow", soft_wrap=True)
+
+    def step(self, name: str) -> None:
+        """What a long command is about to do, on stderr; nothing where that is not a terminal."""
+        if self._err.is_terminal:
+            self._err.print(f"{visible(name)} ...", style="dim")
 
     def document(self, value: dict[str, Any]) -> None:
-        """The one JSON document; nothing without JSON mode."""
+        """The one JSON document; nothing without JSON mode. Numbers that JSON does not have become null."""
         if self.as_json:
-            sys.stdout.write(json.dumps(value, indent=2) + "\n")
+            sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:

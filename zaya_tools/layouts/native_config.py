@@ -59,7 +59,7 @@ def declared(config: Config) -> dict[str, Any]:
 
 def _rotary(config: Config) -> dict[str, Any]:
     rope = table(config, "rope_parameters")
-    kinds = set(sequence(config, "layer_types") or [FULL])
+    kinds = set(map(str, sequence(config, "layer_types") or [FULL]))
     # Hand-edited configs give the parameters of full attention without a table of their own.
     tables = {FULL: table(rope, FULL) or rope, SLIDING: table(rope, SLIDING)}
     used = {kind: tables[kind] for kind in (FULL, SLIDING) if kind in kinds}

@@ -1,0 +1,83 @@
+"""`zaya demo`: the main job, from start to end, on the checkpoint that travels with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zaya_tools.cli.output import Output
+
+if TYPE_CHECKING:
+    from zaya_tools.evaluation.validation import Validation
+
+_CONTEXT = 256
+_HELD_OUT_BYTES = 32 * 1024
+_VERDICT_TOKENS = 8 * 1024
+
+
+def demo(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to create.", show_default=True)] = Path(
+        "zaya-demo"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Inspect and convert the bundled checkpoint, measure the result in transformers, and give a verdict on it.
+
+    An earlier demo in the same folder is replaced; anything else there is left alone and is an error.
+    """
+    from zaya_tools.checkpoint.conversion import convert
+    from zaya_tools.checkpoint.inspection import inspect
+    from zaya_tools.cli.convert import show_result, summary
+    from zaya_tools.cli.inspect import show
+    from zaya_tools.cli.validate import show as show_verdict
+    from zaya_tools.data import TINY
+    from zaya_tools.training.corpus import held_out_text
+
+    out = Output(as_json)
+    report = inspect(TINY)
+    out.heading(f"$ zaya inspect {TINY}")
+    show(out, report)
+    out.heading(f"\n$ zaya convert {TINY} {folder}")
+    result = convert(TINY, folder, force=True)
+    show_result(out, result.conversion, folder)
+
+    out.heading("\nHeld-out text in transformers' ZayaForCausalLM, float32")
+    text = held_out_text(_HELD_OUT_BYTES)
+    measured = _perplexity(folder, text)
+    out.text(f"perplexity {measured:.3f} a byte on {len(text.encode()):,} bytes of the standard library not trained on")
+    out.heading(f"\n$ zaya validate {folder} --reference {TINY}")
+    verdict = _verdict(folder, TINY)
+    show_verdict(out, verdict)
+    files = sorted(entry.name for entry in folder.iterdir())
+    out.heading(f"\nThe native checkpoint is in {folder.resolve()}")
+    for name in files:
+        out.text(f"  {name}")
+    out.document(
+        {
+            "inspection": report.as_dict(),
+            "conversion": {"destination": str(folder), **summary(result.conversion)},
+            "perplexity_per_byte": measured,
+            "held_out_bytes": len(text.encode()),
+            "validation": verdict.document,
+            "files": files,
+        }
+    )
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+def _verdict(folder: Path, reference: Path) -> Validation:
+    from zaya_tools.evaluation.validation import Settings, validate
+
+    return validate(folder, reference, Settings(max_tokens=_VERDICT_TOKENS, context=_CONTEXT))
+
+
+def _perplexity(folder: Path, text: str) -> float:
+    from tokenizers import Tokenizer
+
+    from zaya_tools.evaluation.transformers_engine import load, perplexity
+
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return perplexity(load(folder), tokens, _CONTEXT)

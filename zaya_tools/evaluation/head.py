@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zaya_tools.model.ends import Ends
 
-SLICE_BYTES = 64 * 2**20
-"""Bytes of float32 logits held at a time, for each model."""
+SLICE_BYTES = 8 * 2**20
+"""Bytes of float32 logits held at a time, for each model: few enough to stay cached between passes over them."""
 
 
 @dataclass(frozen=True)

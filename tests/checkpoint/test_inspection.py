@@ -143,6 +143,19 @@ def test_the_report_says_what_convert_does(tmp_path: Path, name: str) -> None:
             convert(tmp_path / "it", tmp_path / "native")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_biases_that_stop_a_conversion_are_seen_before_it(tmp_path: Path, value: float) -> None:
+    name = "model.layers.1.zaya_block.router.balancing_biases"
+    broken = logical(small())["model.layers.0.mlp.gate.balancing_biases"].clone()
+    broken[1] = value
+    write_checkpoint(tmp_path / "it", LAYOUTS["raw"], small(), overrides={name: broken})
+    report = inspect(tmp_path / "it")
+    assert not report.convertible
+    assert name in report.verdict
+    with pytest.raises(ZayaError, match="1 value is NaN or infinite, the first at \\[1\\]"):
+        convert(tmp_path / "it", tmp_path / "out")
+
+
 def test_older_spellings_are_told_apart(tmp_path: Path) -> None:
     values = logical(small())
     values["model.final_norm.weight"] = values.pop("model.norm.weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -17,16 +17,17 @@ from zaya_tools.checkpoint.destination import check_destination, listed_files, s
 from zaya_tools.checkpoint.hub import locate
 from zaya_tools.checkpoint.manifest import manifest, source_files
 from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, fingerprint, parse_size, target_layout
-from zaya_tools.checkpoint.pump import ShardDigest
+from zaya_tools.checkpoint.pump import ShardDigest, report_nonfinite
 from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles, side_files
 from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json, same_bytes
 from zaya_tools.checkpoint.writer import discard_finished, open_workspace, recover
 from zaya_tools.dtypes import NAMES
-from zaya_tools.errors import LayoutError, NonFiniteError, SourceError, ZayaError
+from zaya_tools.errors import LayoutError, SourceError, ZayaError
 from zaya_tools.layouts.match import Match, match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.layouts.raw_config import raw_config
+from zaya_tools.parameters import Role, parameters
 
 Advance = Callable[[int], None]
 Target = Literal["native", "raw"]
@@ -103,12 +104,7 @@ def plan_match(
     if quantization is not None:
         config["quantization_config"] = quantization
     classes = skip.skip_classes(found)
-    for block in classes:
-        if not (isfinite(block.bias) and isfinite(block.largest_expert_bias)):
-            raise NonFiniteError(
-                f"block {block.block}: the balancing biases hold NaN or infinity",
-                "the router could choose nothing by them",
-            )
+    _check_biases(found, classes)
     return Conversion(
         source=opened,
         name=name,
@@ -194,6 +190,15 @@ def _refuse_same_layout(found: Match, to: str, dtype: str, name: str) -> None:
     if found.layout is target and not found.renamed and dtype == KEEP:
         other = "go back with --to raw" if native else "convert it with --to native"
         raise LayoutError(f"{name} is already {to}; nothing was written", f"use it as it is, or {other}")
+
+
+def _check_biases(found: Match, classes: Sequence[skip.SkipClass]) -> None:
+    """These few numbers are read anyway, so what would stop the conversion is known before it starts."""
+    broken = {c.block for c in classes if not (isfinite(c.bias) and isfinite(c.largest_expert_bias))}
+    for parameter in parameters(found.architecture):
+        tensor = found.bound[parameter.name][0].tensor
+        if parameter.role is Role.BALANCING and parameter.block in broken and tensor is not None:
+            report_nonfinite(tensor)
 
 
 def _check_tied_head(found: Match) -> None:

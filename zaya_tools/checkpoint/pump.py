@@ -211,7 +211,7 @@ def _fill(
         data = place if output.operation == COPY else np.empty(length, np.uint8)
         sources.read(piece.tensor, piece.offset + offset, data)
         if nonfinite(data, piece.tensor.dtype) is not None:
-            _report_nonfinite(piece.tensor)
+            report_nonfinite(piece.tensor)
         if output.operation != COPY:
             place[:] = _convert(output, piece.tensor, piece.offset + offset, data)
         reads.append(_Read(data, piece, high == region.end))
@@ -239,7 +239,7 @@ def _position(tensor: TensorInfo, index: int) -> str:
     return str([int(i) for i in np.unravel_index(index, tensor.shape)]) if tensor.shape else ""
 
 
-def _report_nonfinite(tensor: TensorInfo) -> None:
+def report_nonfinite(tensor: TensorInfo) -> None:
     """Raise, naming the first non-finite element of a tensor and how many there are in all."""
     count, first = 0, -1
     for offset, data in stretches(tensor):

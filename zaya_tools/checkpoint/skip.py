@@ -50,7 +50,9 @@ def skip_classes(found: Match) -> tuple[SkipClass, ...]:
         if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in FLOATS:
             continue
         values = to_float32(read_bytes(tensor), tensor.dtype)
-        result.append(SkipClass(parameter.block or 0, float(values[-1]), float(values[:-1].max())))
+        # A single number that is not finite leaves nothing to compare with.
+        largest = values[:-1].max() if np.isfinite(values).all() else np.nan
+        result.append(SkipClass(parameter.block or 0, float(values[-1]), float(largest)))
     return tuple(result)
 
 

@@ -154,3 +154,10 @@ def test_a_report_of_the_geometry_names_every_field() -> None:
     assert set(report) == set(inspect.signature(Architecture).parameters)
     assert report["eos_token"] == [1, 106]
     assert report["sliding"] == [False, False]
+
+
+@pytest.mark.parametrize("field", ["norm_eps", "rope_theta", "sliding_rope_theta"])
+@pytest.mark.parametrize("value", [0.0, -5.0, float("inf"), float("nan")])
+def test_impossible_numbers_are_refused(field: str, value: float) -> None:
+    with pytest.raises(LayoutError, match=field):
+        small(**{field: value})

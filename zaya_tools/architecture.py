@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from zaya_tools.errors import LayoutError
@@ -84,6 +85,9 @@ class Architecture:
             )
         if not 0 < self.rotary_fraction <= 1:
             raise LayoutError(f"rotary_fraction must be above 0 and at most 1, found {self.rotary_fraction!r}")
+        for name in ("norm_eps", "rope_theta", "sliding_rope_theta"):
+            if not 0 < getattr(self, name) < inf:
+                raise LayoutError(f"{name} must be a finite number above 0, found {getattr(self, name)!r}")
         if len(self.sliding) != self.blocks:
             raise LayoutError(f"{len(self.sliding)} layer types for {self.blocks} blocks")
         if any(self.sliding) and (not self.sliding_window or self.sliding_window < 1):

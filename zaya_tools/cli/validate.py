@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zaya_tools.cli.output import Output, count, size
+from zaya_tools.errors import DestinationError
 
 if TYPE_CHECKING:
     from zaya_tools.evaluation.validation import Validation
@@ -78,6 +79,11 @@ def validate(
 
     if report is not None:
         check_suffix(report)
+        for folder in filter(None, (model, reference)):
+            if report.resolve().parent.is_relative_to(Path(folder).expanduser().resolve()):
+                raise DestinationError(
+                    f"{report} would be written into the checkpoint {folder}", "choose another place"
+                )
     out = Output(as_json)
     settings = Settings(
         checks=tuple(check.strip() for check in checks.split(",") if check.strip()),

@@ -118,14 +118,22 @@ def _dataset(data: str, field: str) -> Iterator[str]:
         raise ZayaError(f"there is no file {data}, and no such dataset could be read: {reason}") from error
 
 
-def tokenize(folder: Path, data: str, limit: int, field: str = FIELD) -> list[int]:
-    """At most `limit` token ids of `data` by the tokenizer in `folder`, its end-of-text token after each document."""
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer (of the tokenizers library) in a folder; ZayaError when there is none or it cannot be read."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ZayaError(f"{folder} has no tokenizer.json", "give a folder that has one with --tokenizer")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ZayaError(f"{file} cannot be read: {error}", "copy it again from the source") from error
+
+
+def tokenize(folder: Path, data: str, limit: int, field: str = FIELD) -> list[int]:
+    """At most `limit` token ids of `data` by the tokenizer in `folder`, its end-of-text token after each document."""
+    tokenizer = read_tokenizer(folder)
     end = _end_token(folder)
     tokens: list[int] = []
     for document in documents(data, field):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from zaya_tools.evaluation.findings import CheckResult
 from zaya_tools.evaluation.generation import check_generation
 from zaya_tools.evaluation.likelihood import measure
 from zaya_tools.evaluation.structure import check_structure
-from zaya_tools.evaluation.text import FIELD, HELD_OUT, tokenize
+from zaya_tools.evaluation.text import FIELD, HELD_OUT, read_tokenizer, tokenize
 from zaya_tools.evaluation.verdict import DEFAULTS, Limits, judge, scheme_class
 from zaya_tools.evaluation.weights import check_weights
 from zaya_tools.evaluation.windows import cut
@@ -109,6 +110,8 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
     reference = Weights.open(against, dtype=dtype, device=device) if against else None
     source = Path(wanted.tokenizer) if wanted.tokenizer else _with_tokenizer(folder, against)
     tokens = tokenize(source, wanted.data, wanted.max_tokens, wanted.text_field)
+    if len(tokens) < 2:
+        raise ZayaError(f"{wanted.data} gives {len(tokens)} tokens", "give more text: a likelihood needs at least two")
     if max(tokens, default=0) >= weights.architecture.vocab_size:
         raise ZayaError(
             f"the tokenizer gives token {max(tokens)}, the model has {weights.architecture.vocab_size:,}",
@@ -140,6 +143,10 @@ def _check_settings(wanted: Settings) -> None:
         raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
     if wanted.engine not in ENGINES:
         raise ZayaError(f"unknown engine {wanted.engine!r}", f"choose {' or '.join(ENGINES)}")
+    for name, value in wanted.limits.items():
+        ceiling = 1.0 if name.startswith("min_") else math.inf
+        if value is not None and not 0 <= value <= ceiling:
+            raise ZayaError(f"{name} = {value} is not a limit", f"give a number from 0 to {ceiling:g}")
     if wanted.new_tokens < 1:
         raise ZayaError(f"{wanted.new_tokens} new tokens cannot be judged", "generate at least one")
 
@@ -149,7 +156,12 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ZayaError("there is no CUDA device", "use --device cpu")
-    return torch.device(name)
+    if name != "cpu" and not name.startswith("cuda"):
+        raise ZayaError(f"unknown device {name!r}", "choose auto, cpu, cuda or cuda:N")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ZayaError(f"unknown device {name!r}", "choose auto, cpu, cuda or cuda:N") from error
 
 
 def _with_tokenizer(folder: Path, against: Path | None) -> Path:
@@ -167,9 +179,7 @@ def _prompts(tokens: list[int]) -> list[list[int]]:
 
 
 def _texts(folder: Path, mine: Sequence[Any], theirs: Sequence[Any]) -> list[dict[str, Any]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder)
     others = list(theirs) or [None] * len(mine)
     return [
         {

@@ -45,7 +45,7 @@ def declared(config: Config) -> dict[str, Any]:
         "tied": flag(config, "tie_word_embeddings"),
         "attention_bias": flag(config, "attention_bias"),
         "head_bias": flag(config, "lm_head_bias"),
-        "norm_eps": number(config, "rms_norm_eps"),
+        "norm_eps": _eps(config),
         "dtype": dtype_name(config),
         "pad_token": token_id(config, "pad_token_id", 0),
         "bos_token": token_id(config, "bos_token_id", 2),
@@ -57,8 +57,17 @@ def declared(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None or key in tokens}
 
 
+def _eps(config: Config) -> float | None:
+    # Left out it has a default; null is what no runtime takes.
+    if config.get("rms_norm_eps", 0) is None:
+        raise LayoutError("config.json: rms_norm_eps is null", "transformers cannot load it: ZAYA1 models have 1e-5")
+    return number(config, "rms_norm_eps")
+
+
 def _rotary(config: Config) -> dict[str, Any]:
     rope = table(config, "rope_parameters")
+    if config.get("rope_parameters") == {}:
+        raise LayoutError("config.json: rope_parameters is empty", "transformers cannot load it: state the rotary base")
     kinds = set(map(str, sequence(config, "layer_types") or [FULL]))
     # Hand-edited configs give the parameters of full attention without a table of their own.
     tables = {FULL: table(rope, FULL) or rope, SLIDING: table(rope, SLIDING)}

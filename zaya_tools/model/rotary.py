@@ -53,7 +53,10 @@ def frequencies(architecture: Architecture, sliding: bool) -> tuple[Tensor, floa
 
     if kind not in ROPE_INIT_FUNCTIONS:
         raise LayoutError(f"rotary type {kind} is unknown", f"known types: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](ZayaConfig(**native_config(a)), "cpu", layer_type=FULL)
+    try:
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](ZayaConfig(**native_config(a)), "cpu", layer_type=FULL)
+    except KeyError as error:
+        raise LayoutError(f"the rotary type {kind} needs {error.args[0]}, which config.json does not state") from error
     return inverse.float(), float(factor)
 
 

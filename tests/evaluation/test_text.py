@@ -244,3 +244,9 @@ def test_the_end_of_a_text_is_what_the_config_says(tmp_path: Path, config: Any, 
     (tmp_path / "a.txt").write_text("ab")
     tokens = tokenize(tmp_path, str(tmp_path / "a.txt"), 10)
     assert tokens[2:] == ([] if end is None else [end])
+
+
+@pytest.mark.parametrize("name", ["nosuch.txt", "nosuch.jsonl", "nosuch.parquet"])
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ZayaError, match=f"there is no file {name}$"):
+        list(documents(name))

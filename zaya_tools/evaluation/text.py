@@ -14,6 +14,7 @@ from zaya_tools.training.corpus import held_out_text
 
 HELD_OUT = "held-out"
 FIELD = "text"
+_FILES = (".txt", ".jsonl", ".ndjson", ".parquet")
 _DATASET = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
 
 
@@ -35,6 +36,8 @@ def documents(data: str, field: str = FIELD) -> Iterator[str]:
     if file.is_file():
         yield from (text for text in _file(file, field) if text)
         return
+    if file.suffix in _FILES:
+        raise ZayaError(f"there is no file {data}", "check the path")
     yield from (text for text in _dataset(data, field) if text)
 
 

@@ -63,7 +63,9 @@ def judge(found: Likelihood, limits: Limits, vocabulary: int) -> CheckResult:
     """The likelihood figures against the limits. Without a reference only a model that merely guesses is a fault."""
     faults = []
     # Comparisons are written so that NaN is a fault too.
-    if not found.perplexity.value < vocabulary / 2:
+    if not math.isfinite(found.perplexity.value):
+        faults.append("the likelihood is not a finite number: weights or activations overflow or hold NaN")
+    elif not found.perplexity.value < vocabulary / 2:
         faults.append(
             f"perplexity {found.perplexity.value:.4g} of a vocabulary of {vocabulary:,}: the model only guesses"
         )

@@ -16,8 +16,9 @@ from tests.synthetic import small, write_checkpoint
 from zaya_tools.architecture import Architecture
 from zaya_tools.checkpoint import pump, shardfile
 from zaya_tools.checkpoint import source as source_module
-from zaya_tools.checkpoint.conversion import Converted, convert
+from zaya_tools.checkpoint.conversion import convert
 from zaya_tools.checkpoint.destination import partial_folder
+from zaya_tools.checkpoint.run import Converted
 from zaya_tools.errors import DestinationError
 from zaya_tools.layouts.raw import RAW
 
@@ -57,7 +58,6 @@ def use_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(pump, "BLOCK", size)
     monkeypatch.setattr(source_module, "BLOCK", size)
     if size % shardfile.PAGE:
-        monkeypatch.setattr(pump, "PAGE", 8)
         monkeypatch.setattr(shardfile, "PAGE", 8)
 
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.support import model, tree, use_blocks
 from tests.synthetic import TORCH, read_tensors, same_bits, small
-from zaya_tools.checkpoint.conversion import Conversion, convert, plan_conversion
+from zaya_tools.checkpoint.conversion import convert, plan_conversion
 from zaya_tools.checkpoint.destination import partial_folder
 from zaya_tools.checkpoint.pump import ShardDigest, write_shard
+from zaya_tools.checkpoint.run import Conversion
 from zaya_tools.errors import NonFiniteError
 
 Q, EMBEDDING = "model.layers.2.self_attn.qkv.linear_q.weight", "model.embed_tokens.weight"

@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zaya_tools.architecture import native_config
 from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.carried import carried_quantization
-from zaya_tools.checkpoint.destination import check_destination, listed_files, settle
 from zaya_tools.checkpoint.hub import locate
-from zaya_tools.checkpoint.manifest import manifest, source_files
-from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, fingerprint, parse_size, target_layout
-from zaya_tools.checkpoint.pump import ShardDigest, report_nonfinite
-from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles, side_files
-from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, open_source, read_json, same_bytes
-from zaya_tools.checkpoint.writer import discard_finished, open_workspace, recover
+from zaya_tools.checkpoint.plan import BAKE, KEEP, Plan, build_plan, parse_size, target_layout
+from zaya_tools.checkpoint.pump import report_nonfinite, write_shard
+from zaya_tools.checkpoint.run import Advance, Conversion, Converted, execute
+from zaya_tools.checkpoint.sidefiles import side_files
+from zaya_tools.checkpoint.source import Source, open_source, same_bytes
 from zaya_tools.dtypes import NAMES
-from zaya_tools.errors import LayoutError, SourceError, ZayaError
+from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.layouts.match import Match, match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.layouts.raw_config import raw_config
 from zaya_tools.parameters import Role, parameters
 
-Advance = Callable[[int], None]
 Target = Literal["native", "raw"]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A conversion that is planned and checked, with everything to say about it before a byte is written."""
-
-    source: Source
-    name: str
-    found: Match
-    plan: Plan
-    config: dict[str, Any]
-    sides: SideFiles
-    options: dict[str, Any]
-    skip: tuple[skip.SkipClass, ...]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Converted:
-    """What was written. `already_complete` says that a resumed run found nothing left to do."""
-
-    destination: Path
-    conversion: Conversion
-    digests: dict[str, ShardDigest]
-    already_complete: bool = False
 
 
 def plan_conversion(
@@ -140,48 +110,11 @@ def convert(
     """
     if workers is not None and workers < 1:
         raise ZayaError(f"{workers} workers cannot do anything", "give at least one")
-    target = settle(destination)
     work = planned or plan_conversion(source, to=to, dtype=dtype, max_shard_size=max_shard_size)
-    stamp = fingerprint(work.plan, work.source.headers, {"options": work.options, "config": work.config})
-    recover(target)
-    if resume and _complete(target, work):
-        discard_finished(target, stamp)
-        return Converted(target, work, {}, already_complete=True)
-    check_destination(target, work.source.folder, force)
-    small = {name: _side_file(work.source.folder / name) for name in work.sides.copied}
-    small[CONFIG] = _json(work.config)
-    small[INDEX] = _json(work.plan.index())
-    with open_workspace(target, work.plan, stamp, resume=resume, force=force) as space:
-        report = advance or (lambda _: None)
-        report(sum(s.nbytes for digest in space.finished.values() for s in digest.segments))
-        digests = space.write(work.plan, workers or (os.cpu_count() or 1) + 2, report)
-        for name, content in small.items():
-            space.add(name, content)
-        record = manifest(
-            name=work.name,
-            found=work.found,
-            headers=work.source.headers,
-            plan=work.plan,
-            options=work.options,
-            digests=digests,
-            files=small,
-            notes=work.notes,
-            warnings=work.warnings,
-        )
-        space.add(MANIFEST, record)
-        space.publish(target, force)
-    return Converted(target, work, digests)
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _side_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise SourceError(f"{file.name} cannot be read: {error.strerror}") from error
+    threads = workers or (os.cpu_count() or 1) + 2
+    report = advance or (lambda _: None)
+    return execute(work, destination, lambda shard, file: write_shard(shard, file, threads, report),
+                   resume=resume, force=force, advance=report)  # fmt: skip
 
 
 def _refuse_same_layout(found: Match, to: str, dtype: str, name: str) -> None:
@@ -219,22 +152,3 @@ def _notes(plan: Plan, source: Source) -> list[str]:
     for ignored in source.ignored:
         notes.append(f"{ignored} is not part of the checkpoint (its index does not name it) and was left alone")
     return notes
-
-
-def _complete(destination: Path, work: Conversion) -> bool:
-    """Whether `destination` already is what this conversion would write: its manifest says so, and nothing is gone."""
-    files = listed_files(destination)
-    if not {shard.filename for shard in work.plan.shards} <= files.keys():
-        return False
-    recorded = read_json(destination / MANIFEST)
-    source = recorded.get("source")
-    same = (
-        recorded.get("options") == work.options
-        and isinstance(source, dict)
-        and source.get("files") == source_files(work.source.headers)
-    )
-    return same and all(_present(destination / name, facts) for name, facts in files.items())
-
-
-def _present(file: Path, facts: Any) -> bool:
-    return isinstance(facts, dict) and file.is_file() and file.stat().st_size == facts.get("bytes")

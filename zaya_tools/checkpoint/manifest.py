@@ -36,8 +36,12 @@ def manifest(
     files: Mapping[str, bytes],
     notes: Sequence[str],
     warnings: Sequence[str],
+    more: Mapping[str, Any],
 ) -> bytes:
-    """The manifest as JSON bytes. `files` are the small files of the output by name, `name` is the source's."""
+    """The manifest as JSON bytes. `files` are the small files of the output by name, `name` is the source's.
+
+    `more` are the entries that a command adds of its own.
+    """
     segments: dict[str, list[Segment]] = {}
     for digest in digests.values():
         for segment in digest.segments:
@@ -62,6 +66,7 @@ def manifest(
         "dropped": dict(plan.drops),
         "notes": list(notes),
         "warnings": list(warnings),
+        **more,
         "tensors": {
             output.name: {
                 "file": shard.filename,

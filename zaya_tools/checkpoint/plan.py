@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from blake3 import blake3
@@ -55,6 +55,11 @@ class Output:
         """Bytes as written."""
         return prod(self.shape) * SIZES[self.dtype]
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the source that are read for it."""
+        return sum(piece.nbytes for piece in self.pieces)
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -101,7 +106,7 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes of the source that are read."""
-        return sum(piece.nbytes for output in self.outputs() for piece in output.pieces)
+        return sum(output.read_bytes for output in self.outputs())
 
     def outputs(self) -> Iterator[Output]:
         """Every tensor to write."""
@@ -169,7 +174,7 @@ def build_plan(
     drops = dict(found.drops)
     if found.head_alias is not None:
         drops[found.head_alias.name] = "tied to the embedding, which holds the same bytes"
-    return Plan(_cut(outputs, max_shard_bytes), architecture, target, drops)
+    return Plan(cut([(output,) for output in outputs], max_shard_bytes), architecture, target, drops)
 
 
 def _join(
@@ -247,21 +252,48 @@ def _divides(tensor: TensorInfo, rows: int, cuts: int) -> bool:
     return not rest and step & (step - 1) == 0
 
 
-def _cut(outputs: Sequence[Output], max_bytes: int) -> tuple[Shard, ...]:
-    groups: list[list[Output]] = [[]]
+def cut(groups: Sequence[tuple[Output, ...]], max_bytes: int) -> tuple[Shard, ...]:
+    """Files of at most `max_bytes` of tensors (one group is never divided), each tensor at a multiple of its element.
+
+    The tensors of a group are neighbours, except where that would move one off such a multiple.
+    """
+    files: list[list[tuple[Output, ...]]] = [[]]
     size = 0
-    for output in outputs:
-        if groups[-1] and size + output.nbytes > max_bytes:
-            groups.append([])
+    for group in groups:
+        nbytes = sum(output.nbytes for output in group)
+        if files[-1] and size + nbytes > max_bytes:
+            files.append([])
             size = 0
-        groups[-1].append(output)
-        size += output.nbytes
-    # Wide types first, so that every tensor starts at a multiple of its element size.
-    ordered = [tuple(sorted(group, key=lambda output: -SIZES[output.dtype])) for group in groups]
-    total = len(ordered)
+        files[-1].append(group)
+        size += nbytes
+    total = len(files)
     return tuple(
-        Shard(f"model-{number:05d}-of-{total:05d}.safetensors", group) for number, group in enumerate(ordered, 1)
+        Shard(f"model-{number:05d}-of-{total:05d}.safetensors", tuple(_aligned(file)))
+        for number, file in enumerate(files, 1)
     )
+
+
+def _aligned(groups: Sequence[tuple[Output, ...]]) -> Iterator[Output]:
+    """Groups in order, those first whose bytes are multiples of 8, then of 4, 2 and 1: each begins at such a one."""
+    units: list[tuple[Output, ...]] = []
+    for group in groups:
+        units += [group] if _fits(group) else [(output,) for output in group]
+    for unit in sorted(units, key=lambda unit: -_multiple(unit)):
+        yield from unit
+
+
+def _multiple(group: tuple[Output, ...]) -> int:
+    return gcd(8, sum(output.nbytes for output in group))
+
+
+def _fits(group: tuple[Output, ...]) -> bool:
+    """Whether every tensor of a group lies right when the group begins at a multiple of its own `_multiple`."""
+    offset = 0
+    for output in group:
+        if gcd(offset, _multiple(group)) % SIZES[output.dtype]:
+            return False
+        offset += output.nbytes
+    return True
 
 
 def fingerprint(plan: Plan, headers: Sequence[Header], extra: Mapping[str, Any]) -> str:

@@ -7,20 +7,20 @@ reductions) release the interpreter's lock: threads use all cores even for a sin
 
 from __future__ import annotations
 
-import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from zaya_tools.checkpoint.plan import BAKE, COPY, Output, Piece, Shard
-from zaya_tools.checkpoint.shardfile import PAGE, ShardFile
-from zaya_tools.checkpoint.source import BLOCK, read_into, stretches
+from zaya_tools.checkpoint.shardfile import ShardFile, page_aligned
+from zaya_tools.checkpoint.source import BLOCK, stretches
+from zaya_tools.checkpoint.threads import Order, Sources, run
 from zaya_tools.dtypes import SIZES, Bytes, from_float32, nonfinite, to_float32
 from zaya_tools.errors import NonFiniteError
 from zaya_tools.tensors import TensorInfo
@@ -38,11 +38,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardDigest:
-    """What a finished shard is: the digest of the whole file, and of every stretch of source that went into it."""
+    """What a finished shard is: the digest of the whole file, and of every stretch of source that went into it.
+
+    `facts` are what was measured while it was written, by tensor: plain values that JSON can hold.
+    """
 
     blake3: str
     nbytes: int
     segments: tuple[Segment, ...]
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,51 +92,6 @@ def _blocks(regions: Sequence[_Region], block: int) -> Iterator[tuple[int, int, 
         yield start, end, list(regions[first:last])
 
 
-class _Failed(Exception):
-    """Another worker failed; its exception is the one to report."""
-
-
-class _Order:
-    """Lets threads through one at a time, in the order of their tickets."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._turn = 0
-        self.failed = False
-
-    def wait(self, ticket: int) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._turn == ticket or self.failed)
-            if self.failed:
-                raise _Failed
-
-    def done(self) -> None:
-        with self._condition:
-            self._turn += 1
-            self._condition.notify_all()
-
-    def fail(self) -> None:
-        with self._condition:
-            self.failed = True
-            self._condition.notify_all()
-
-
-class _Sources:
-    """Source files, opened once."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def read(self, tensor: TensorInfo, start: int, into: Bytes) -> None:
-        with self._lock:
-            if tensor.file not in self._open:
-                self._open[tensor.file] = self._stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
-            descriptor = self._open[tensor.file]
-        read_into(descriptor, into, tensor.start + start, tensor.file.name)
-
-
 def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int], None]) -> ShardDigest:
     """Write one shard to `file` and return its digest; the bytes are on disk when this returns.
 
@@ -142,7 +101,7 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
     digest = blake3()
     segments: list[Segment] = []
     running = [blake3()]  # the digest of the current source stretch
-    order = _Order()
+    order = Order()
     take = threading.Lock()
     tickets = enumerate(_blocks(_regions(shard), BLOCK))
 
@@ -156,46 +115,32 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
                 running[0] = blake3()
 
     with ExitStack() as stack:
-        sources = _Sources(stack)
+        sources = Sources(stack)
         target = stack.enter_context(ShardFile(file))
 
         def work() -> None:
-            # Direct writes need memory that begins at a page: anonymous maps do.
-            buffer = np.frombuffer(mmap.mmap(-1, -(-BLOCK // PAGE) * PAGE), np.uint8)
-            try:
-                while not order.failed:
-                    with take:
-                        ticket, block = next(tickets, (-1, None))
-                    if block is None:
-                        return
-                    start, end, regions = block
-                    reads = _fill(buffer, start, end, regions, shard.header, sources)
-                    order.wait(ticket)
-                    hash_in_order(buffer[: end - start], reads)
-                    order.done()
-                    # Last, so that no block waits for another one's way to the disk.
-                    target.write(buffer, end - start, start)
-                    advance(sum(read.data.nbytes for read in reads))
-            except _Failed:
-                return
-            except BaseException:
-                order.fail()
-                raise
+            buffer = page_aligned(BLOCK)
+            while not order.failed:
+                with take:
+                    ticket, block = next(tickets, (-1, None))
+                if block is None:
+                    return
+                start, end, regions = block
+                reads = _fill(buffer, start, end, regions, shard.header, sources)
+                order.wait(ticket)
+                hash_in_order(buffer[: end - start], reads)
+                order.done()
+                # Last, so that no block waits for another one's way to the disk.
+                target.write(buffer, end - start, start)
+                advance(sum(read.data.nbytes for read in reads))
 
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            tasks = [pool.submit(work) for _ in range(workers)]
-            try:
-                for task in tasks:
-                    task.result()
-            except BaseException:  # Ctrl-C included: the pool would otherwise wait for the whole shard
-                order.fail()
-                raise
+        run(work, workers, order)
         target.finish(shard.nbytes)
     return ShardDigest(digest.hexdigest(), shard.nbytes, tuple(segments))
 
 
 def _fill(
-    buffer: Bytes, start: int, end: int, regions: Sequence[_Region], header: bytes, sources: _Sources
+    buffer: Bytes, start: int, end: int, regions: Sequence[_Region], header: bytes, sources: Sources
 ) -> list[_Read]:
     """Fill a block, bytes [start, end) of the file, and return the source bytes that it was made of."""
     reads = []
@@ -213,12 +158,12 @@ def _fill(
         if nonfinite(data, piece.tensor.dtype) is not None:
             report_nonfinite(piece.tensor)
         if output.operation != COPY:
-            place[:] = _convert(output, piece.tensor, piece.offset + offset, data)
+            place[:] = convert_elements(output, piece.tensor, piece.offset + offset, data)
         reads.append(_Read(data, piece, high == region.end))
     return reads
 
 
-def _convert(output: Output, tensor: TensorInfo, start: int, data: Bytes) -> Bytes:
+def convert_elements(output: Output, tensor: TensorInfo, start: int, data: Bytes) -> Bytes:
     """Apply the output's operation to the stretch of a source tensor that begins at byte `start`."""
     values = to_float32(data, tensor.dtype)
     if output.operation == BAKE:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
+
+import numpy as np
 
 from zaya_tools.dtypes import Bytes
 
@@ -17,6 +20,11 @@ PAGE = 4096
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def page_aligned(nbytes: int) -> Bytes:
+    """A buffer of at least `nbytes` zeros, in whole pages, that begins at one, as direct writes need it."""
+    return np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE), np.uint8)  # anonymous maps begin at a page
 
 
 class ShardFile:

@@ -16,13 +16,16 @@ from typing import Any, TextIO
 
 from zaya_tools.checkpoint.destination import check_replaceable, partial_folder, remove_written
 from zaya_tools.checkpoint.plan import Plan, Shard
-from zaya_tools.checkpoint.pump import Segment, ShardDigest, write_shard
+from zaya_tools.checkpoint.pump import Segment, ShardDigest
 from zaya_tools.checkpoint.source import read_json
 from zaya_tools.errors import DestinationError, NonFiniteError, SourceError, ZayaError
 
 _OUTPUT, _REPLACED, _RECORDS, _STATE, _LOCK = "output", "replaced", "records", "state.json", "lock"
 _UNFINISHED = ".unfinished"
 _SLACK = 64 * 2**20  # for side files, index and manifest
+
+WriteShard = Callable[[Shard, Path], ShardDigest]
+"""Writes one shard to a file, which is on disk when this returns."""
 
 
 class Workspace:
@@ -33,14 +36,14 @@ class Workspace:
         self.output = folder / _OUTPUT
         self.finished = finished
 
-    def write(self, plan: Plan, workers: int, advance: Callable[[int], None]) -> dict[str, ShardDigest]:
+    def write(self, plan: Plan, write_shard: WriteShard) -> dict[str, ShardDigest]:
         """Write every shard that is not there yet; digests by file name, finished ones included."""
         for shard in plan.shards:
             if shard.filename in self.finished:
                 continue
             unfinished = self.folder / f"{shard.filename}{_UNFINISHED}"
             try:
-                digest = write_shard(shard, unfinished, workers, advance)
+                digest = write_shard(shard, unfinished)
             except OSError as error:
                 unfinished.unlink(missing_ok=True)
                 raise self._explain(error, shard.filename) from error
@@ -209,7 +212,7 @@ def _recorded(folder: Path, shard: Shard) -> ShardDigest | None:
         record = read_json(folder / _RECORDS / f"{shard.filename}.json")
         facts = record["digest"]
         segments = tuple(Segment(**segment) for segment in facts["segments"])
-        digest = ShardDigest(facts["blake3"], facts["nbytes"], segments)
+        digest = ShardDigest(facts["blake3"], facts["nbytes"], segments, facts["facts"])
         status = (folder / _OUTPUT / shard.filename).stat()
     except (SourceError, OSError, KeyError, TypeError):
         return None

@@ -11,7 +11,7 @@ import typer
 from zaya_tools.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from zaya_tools.checkpoint.conversion import Conversion
+    from zaya_tools.checkpoint.run import Conversion
 
 
 class To(StrEnum):

@@ -1,0 +1,107 @@
+"""Schemes: how the numbers of a linear layer's weight are stored, and how its activations are seen. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil
+
+from zaya_tools.dtypes import FLOATS
+
+
+class Kind(StrEnum):
+    """The number format of the stored weights."""
+
+    FLOAT8 = "float8"
+    INT8 = "int8"
+    INT4 = "int4"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+
+
+class Activations(StrEnum):
+    """What the kernel does to the activations before it multiplies."""
+
+    NONE = "none"
+    TOKEN = "token"
+    GROUP = "group"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor that a scheme stores for a matrix: compressed-tensors' local name, safetensors dtype, shape."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix [rows, columns] is stored.
+
+    A scale belongs to `rows` x `columns` neighbouring elements; `columns` 0 is the whole row. `format` is the name of
+    compressed-tensors' compressor. `shared` says that matrices which a kernel fuses (an expert's gate and up) need
+    one global scale.
+    """
+
+    name: str
+    kind: Kind
+    format: str
+    bits: int
+    rows: int = 1
+    columns: int = 0
+    activations: Activations = Activations.NONE
+    shared: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether several values share a stored element."""
+        return self.bits < 8
+
+    def groups(self, columns: int) -> int:
+        """Scales along a row of `columns` elements."""
+        return ceil(columns / self.columns) if self.columns else 1
+
+    def stored(self, rows: int, columns: int, dtype: str) -> tuple[Stored, ...]:
+        """What is stored for a matrix of the full-precision `dtype`, the bulk of it first.
+
+        Scales have the dtype of the weight they belong to (as compressed-tensors makes them), except where the format
+        has a type of its own.
+        """
+        grid = (ceil(rows / self.rows), self.groups(columns))
+        scale = dtype if dtype in FLOATS else "BF16"
+        if self.kind is Kind.FLOAT8:
+            return Stored("weight", "F8_E4M3", (rows, columns)), Stored("weight_scale", scale, grid)
+        if self.kind is Kind.INT8:
+            return Stored("weight", "I8", (rows, columns)), Stored("weight_scale", scale, grid)
+        if self.kind is Kind.INT4:
+            return (
+                Stored("weight_packed", "I32", (rows, ceil(columns / 8))),
+                Stored("weight_scale", scale, grid),
+                Stored("weight_shape", "I64", (2,)),
+            )
+        if self.kind is Kind.MXFP4:
+            return Stored("weight_packed", "U8", (rows, columns // 2)), Stored("weight_scale", "U8", grid)
+        return (
+            Stored("weight_packed", "U8", (rows, columns // 2)),
+            Stored("weight_scale", "F8_E4M3", grid),
+            Stored("weight_global_scale", "F32", (1,)),
+        )
+
+
+_FP8, _INT8, _PACK = "float-quantized", "int-quantized", "pack-quantized"
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("fp8", Kind.FLOAT8, _FP8, 8, activations=Activations.TOKEN),
+        Scheme("fp8-block", Kind.FLOAT8, _FP8, 8, rows=128, columns=128, activations=Activations.GROUP),
+        Scheme("int8", Kind.INT8, _INT8, 8, activations=Activations.TOKEN),
+        Scheme("int4", Kind.INT4, _PACK, 4, columns=128),
+        Scheme("int4-g32", Kind.INT4, _PACK, 4, columns=32),
+        Scheme("mxfp4", Kind.MXFP4, "mxfp4-pack-quantized", 4, columns=32),
+        Scheme("nvfp4a16", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, shared=True),
+    )
+}
+"""Every scheme by name."""

@@ -1,4 +1,4 @@
-"""ZAYA1 checkpoints: convert, inspect and prove them, from a script as from the command line."""
+"""ZAYA1 checkpoints: convert, quantize, inspect and prove them, from a script as from the command line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ if TYPE_CHECKING:
     from zaya_tools.checkpoint.conversion import convert
     from zaya_tools.checkpoint.inspection import inspect
     from zaya_tools.evaluation.validation import validate
+    from zaya_tools.quantization.conversion import quantize
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "convert", "inspect", "validate"]
+__all__ = ["__version__", "convert", "inspect", "quantize", "validate"]
 
 _HOMES = {
     "convert": "zaya_tools.checkpoint.conversion",
     "inspect": "zaya_tools.checkpoint.inspection",
+    "quantize": "zaya_tools.quantization.conversion",
     "validate": "zaya_tools.evaluation.validation",
 }
 

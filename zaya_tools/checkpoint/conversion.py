@@ -46,7 +46,7 @@ def plan_conversion(
     opened = open_source(folder)
     found = require(match(opened.tensors, opened.config, str(folder)))
     work = plan_match(opened, found, name, to=to, dtype=dtype, max_shard_bytes=limit)
-    _check_tied_head(found)
+    check_tied_head(found)
     return work
 
 
@@ -74,7 +74,7 @@ def plan_match(
     if quantization is not None:
         config["quantization_config"] = quantization
     classes = skip.skip_classes(found)
-    _check_biases(found, classes)
+    check_biases(found, classes)
     return Conversion(
         source=opened,
         name=name,
@@ -84,7 +84,7 @@ def plan_match(
         sides=side_files(opened.folder),
         options={"to": to, "dtype": dtype, "max_shard_bytes": max_shard_bytes},
         skip=classes,
-        notes=(*found.notes, *_notes(plan, opened)),
+        notes=(*found.notes, *plan_notes(plan, opened)),
         warnings=tuple(skip.warnings(classes)),
     )
 
@@ -125,8 +125,8 @@ def _refuse_same_layout(found: Match, to: str, dtype: str, name: str) -> None:
         raise LayoutError(f"{name} is already {to}; nothing was written", f"use it as it is, or {other}")
 
 
-def _check_biases(found: Match, classes: Sequence[skip.SkipClass]) -> None:
-    """These few numbers are read anyway, so what would stop the conversion is known before it starts."""
+def check_biases(found: Match, classes: Sequence[skip.SkipClass]) -> None:
+    """NonFiniteError for balancing biases that are no numbers: known before the start, since they are read."""
     broken = {c.block for c in classes if not (isfinite(c.bias) and isfinite(c.largest_expert_bias))}
     for parameter in parameters(found.architecture):
         tensor = found.bound[parameter.name][0].tensor
@@ -134,7 +134,8 @@ def _check_biases(found: Match, classes: Sequence[skip.SkipClass]) -> None:
             report_nonfinite(tensor)
 
 
-def _check_tied_head(found: Match) -> None:
+def check_tied_head(found: Match) -> None:
+    """LayoutError where a head that is stored though tied is not the embedding."""
     if found.head_alias is None:
         return
     embedding = found.bound["model.embed_tokens.weight"][0].tensor
@@ -145,7 +146,8 @@ def _check_tied_head(found: Match) -> None:
         )
 
 
-def _notes(plan: Plan, source: Source) -> list[str]:
+def plan_notes(plan: Plan, source: Source) -> list[str]:
+    """What is worth saying about a plan that is otherwise a renaming."""
     notes = []
     if any(output.operation == BAKE for output in plan.outputs()):
         notes.append("clamp_temp: exp(clamp(temp, 1e-7, 2)) was baked into the key temperatures, in float32")

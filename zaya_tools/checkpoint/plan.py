@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd, prod
@@ -151,30 +151,47 @@ def target_layout(found: Match) -> Layout:
     return NATIVE_PER_EXPERT if quantized and found.layout is not NATIVE else NATIVE
 
 
+Group = tuple[Output, ...]
+"""Tensors that are made together and lie side by side."""
+Regroup = Callable[[Parameter, Sequence[Part], Sequence[Output]], Iterable[Group]]
+"""Makes groups out of a parameter's parts and the full-precision outputs that they would be."""
+
+
+def _alone(_: Parameter, __: Sequence[Part], outputs: Sequence[Output]) -> Iterable[Group]:
+    return ((output,) for output in outputs)
+
+
 def build_plan(
-    found: Match, target: Layout, architecture: Architecture, *, dtype: str = KEEP, max_shard_bytes: int = 5 * 10**9
+    found: Match,
+    target: Layout,
+    architecture: Architecture,
+    *,
+    dtype: str = KEEP,
+    max_shard_bytes: int = 5 * 10**9,
+    regroup: Regroup = _alone,
 ) -> Plan:
     """Plan the conversion of a complete match to `target`.
 
-    `architecture` is the geometry as written; `dtype` is "keep" or a safetensors dtype. LayoutError names
-    tensors that cannot be joined or carried.
+    `architecture` is the geometry as written; `dtype` is "keep" or a safetensors dtype; `regroup` may put other
+    tensors in the place of full-precision ones. LayoutError names tensors that cannot be joined or carried.
     """
     native = target in (NATIVE, NATIVE_PER_EXPERT)
     bake = found.architecture.clamp_temp and not architecture.clamp_temp
-    outputs: list[Output] = []
+    groups: list[Group] = []
     for parameter in parameters(architecture):
         sources = found.bound[parameter.name]
         parts = target.parts(parameter, architecture)
         if any(bound.quantized for bound in sources):
-            outputs += _carry(parameter, sources, parts, native)
+            groups += [(output,) for output in _carry(parameter, sources, parts, native)]
             continue
         operation = BAKE if bake and parameter.role is Role.TEMPERATURE else None
-        outputs += [_join(parameter, sources, part, index, len(parts), dtype, native, operation)
-                    for index, part in enumerate(parts)]  # fmt: skip
+        outputs = [_join(parameter, sources, part, index, len(parts), dtype, native, operation)
+                   for index, part in enumerate(parts)]  # fmt: skip
+        groups += regroup(parameter, parts, outputs)
     drops = dict(found.drops)
     if found.head_alias is not None:
         drops[found.head_alias.name] = "tied to the embedding, which holds the same bytes"
-    return Plan(cut([(output,) for output in outputs], max_shard_bytes), architecture, target, drops)
+    return Plan(_cut(groups, max_shard_bytes), architecture, target, drops)
 
 
 def _join(
@@ -252,12 +269,12 @@ def _divides(tensor: TensorInfo, rows: int, cuts: int) -> bool:
     return not rest and step & (step - 1) == 0
 
 
-def cut(groups: Sequence[tuple[Output, ...]], max_bytes: int) -> tuple[Shard, ...]:
+def _cut(groups: Sequence[Group], max_bytes: int) -> tuple[Shard, ...]:
     """Files of at most `max_bytes` of tensors (one group is never divided), each tensor at a multiple of its element.
 
     The tensors of a group are neighbours, except where that would move one off such a multiple.
     """
-    files: list[list[tuple[Output, ...]]] = [[]]
+    files: list[list[Group]] = [[]]
     size = 0
     for group in groups:
         nbytes = sum(output.nbytes for output in group)
@@ -273,20 +290,20 @@ def cut(groups: Sequence[tuple[Output, ...]], max_bytes: int) -> tuple[Shard, ..
     )
 
 
-def _aligned(groups: Sequence[tuple[Output, ...]]) -> Iterator[Output]:
+def _aligned(groups: Sequence[Group]) -> Iterator[Output]:
     """Groups in order, those first whose bytes are multiples of 8, then of 4, 2 and 1: each begins at such a one."""
-    units: list[tuple[Output, ...]] = []
+    units: list[Group] = []
     for group in groups:
         units += [group] if _fits(group) else [(output,) for output in group]
     for unit in sorted(units, key=lambda unit: -_multiple(unit)):
         yield from unit
 
 
-def _multiple(group: tuple[Output, ...]) -> int:
+def _multiple(group: Group) -> int:
     return gcd(8, sum(output.nbytes for output in group))
 
 
-def _fits(group: tuple[Output, ...]) -> bool:
+def _fits(group: Group) -> bool:
     """Whether every tensor of a group lies right when the group begins at a multiple of its own `_multiple`."""
     offset = 0
     for output in group:

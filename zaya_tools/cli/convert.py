@@ -86,13 +86,15 @@ def show_plan(out: Output, work: Conversion) -> None:
 
 def show_totals(out: Output, work: Conversion) -> None:
     """Counts, drops, side files and notes."""
+    from zaya_tools.checkpoint.plan import CAST
+
     plan = work.plan
     outputs = list(plan.outputs())
     out.text(
         f"{len(work.source.tensors):,} source tensors become {len(outputs):,} in {len(plan.shards)} files, "
         f"{size(plan.data_bytes)} of tensors"
     )
-    changed = [output for output in outputs if output.dtype != output.source_dtype]
+    changed = [output for output in outputs if output.operation == CAST]
     if changed:
         roles = sorted({output.role.value for output in changed})
         out.text(f"dtype changes in {len(changed):,} tensors ({', '.join(roles)})")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zaya_tools.cli.output import Output
+from zaya_tools.cli.output import Output, size
 
 if TYPE_CHECKING:
     from zaya_tools.evaluation.validation import Validation
 
+RECIPES = ("fp8", "int4")
 _CONTEXT = 256
 _HELD_OUT_BYTES = 32 * 1024
 _VERDICT_TOKENS = 8 * 1024
@@ -23,16 +24,19 @@ def demo(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Inspect and convert the bundled checkpoint, measure the result in transformers, and give a verdict on it.
+    """Inspect, convert and quantize the bundled checkpoint, and give a verdict on every result.
 
-    An earlier demo in the same folder is replaced; anything else there is left alone and is an error.
+    Quantized checkpoints go to DIR-fp8 and DIR-int4. An earlier demo in the same folders is replaced; anything else
+    there is left alone and is an error.
     """
     from zaya_tools.checkpoint.conversion import convert
     from zaya_tools.checkpoint.inspection import inspect
     from zaya_tools.cli.convert import show_result, summary
     from zaya_tools.cli.inspect import show
+    from zaya_tools.cli.quantize import document, show_roles
     from zaya_tools.cli.validate import show as show_verdict
     from zaya_tools.data import TINY
+    from zaya_tools.quantization.conversion import Quantization, quantize
     from zaya_tools.training.corpus import held_out_text
 
     out = Output(as_json)
@@ -50,10 +54,27 @@ def demo(
     out.heading(f"\n$ zaya validate {folder} --reference {TINY}")
     verdict = _verdict(folder, TINY)
     show_verdict(out, verdict)
+    verdicts = {"native": verdict}
+    quantized: dict[str, Any] = {}
+    for recipe in RECIPES:
+        target = folder.with_name(f"{folder.name}-{recipe}")
+        out.heading(f"\n$ zaya quantize {TINY} {target} --recipe {recipe}")
+        done = quantize(TINY, target, recipe, force=True)
+        work = done.conversion
+        assert isinstance(work, Quantization)
+        show_roles(out, work)
+        verdicts[recipe] = _verdict(target, TINY)
+        quantized[recipe] = {"destination": str(target), **document(work), "validation": verdicts[recipe].document}
     files = sorted(entry.name for entry in folder.iterdir())
     out.heading(f"\nThe native checkpoint is in {folder.resolve()}")
     for name in files:
         out.text(f"  {name}")
+    out.text()
+    out.table(
+        "Verdicts, against the raw checkpoint",
+        ["checkpoint", "bytes", "perplexity ratio", "mean KL", "same top token", "verdict"],
+        [[name, *_row(found.document)] for name, found in verdicts.items()],
+    )
     out.document(
         {
             "inspection": report.as_dict(),
@@ -61,10 +82,11 @@ def demo(
             "perplexity_per_byte": measured,
             "held_out_bytes": len(text.encode()),
             "validation": verdict.document,
+            "quantized": quantized,
             "files": files,
         }
     )
-    if not verdict.passed:
+    if not all(found.passed for found in verdicts.values()):
         raise typer.Exit(1)
 
 
@@ -72,6 +94,20 @@ def _verdict(folder: Path, reference: Path) -> Validation:
     from zaya_tools.evaluation.validation import Settings, validate
 
     return validate(folder, reference, Settings(max_tokens=_VERDICT_TOKENS, context=_CONTEXT))
+
+
+def _row(found: dict[str, Any]) -> list[str]:
+    """Cells of a verdict."""
+    figures = found["checks"].get("likelihood", {}).get("figures", {})
+    if "kl" not in figures:  # structure or weights failed: the model was not run
+        return [size(found["model"]["bytes"]), "-", "-", "-", found["verdict"]]
+    return [
+        size(found["model"]["bytes"]),
+        f"{figures['perplexity_ratio']['value']:.5f}",
+        f"{figures['kl']['mean']['value']:.5f}",
+        f"{figures['same_top_token']['value']:.2%}",
+        found["verdict"],
+    ]
 
 
 def _perplexity(folder: Path, text: str) -> float:

@@ -8,8 +8,10 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+from zaya_tools.checkpoint.sidefiles import MANIFEST
+from zaya_tools.checkpoint.source import read_json
 from zaya_tools.dtypes import FLOATS
-from zaya_tools.errors import LayoutError, listing
+from zaya_tools.errors import LayoutError, SourceError, listing
 from zaya_tools.evaluation.findings import Finding, about, plain
 from zaya_tools.evaluation.modules import LINEAR, Declared, Module, declared, modules, same_scheme, unmatched
 from zaya_tools.evaluation.opened import Opened
@@ -71,7 +73,8 @@ def decoders(opened: Opened, stated: Declared) -> dict[str, Decoder]:
 def check_quantization(opened: Opened, wanted: frozenset[Role]) -> tuple[list[Finding], dict[str, Any], list[Matrix]]:
     """Findings, figures, and the quantized matrices of a sound form with their decoders, for their scales.
 
-    `wanted` are the roles of which every matrix has to be quantized where the config quantizes anything.
+    `wanted` are the roles of which every matrix has to be quantized where the config quantizes anything and no
+    manifest says which.
     """
     found = opened.found
     everything = matrices(opened)
@@ -98,7 +101,8 @@ def check_quantization(opened: Opened, wanted: frozenset[Role]) -> tuple[list[Fi
         if stated.only_scheme() is None:
             findings.append(_fail("config.json has several quantization schemes under raw names: which tensor has "
                                   "which cannot be told"))  # fmt: skip
-    findings += _wanted(stated, everything, opened, wanted)
+    recorded = _recorded(opened)
+    findings += _wanted(stated, everything, opened, wanted) if recorded is None else _as_recorded(everything, recorded)
     by_unit = decoders(opened, stated)
     ready = []
     for matrix in everything:
@@ -211,6 +215,29 @@ def _experts(stated: Declared, everything: Sequence[Matrix], found: Match) -> It
     if odd:
         text = "another scheme than the first of the block, by which runtimes judge all"
         yield about(CHECK, "fail", f"expert module has {text}", f"expert modules have {text}", plain(odd))
+
+
+def _recorded(opened: Opened) -> frozenset[str] | None:
+    """The weights that the manifest says `zaya quantize` has quantized; None where there is no such record."""
+    file = opened.source.folder / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        names = read_json(file).get("quantized")
+    except SourceError:
+        return None
+    return frozenset(names) if isinstance(names, dict) else None
+
+
+def _as_recorded(everything: Sequence[Matrix], recorded: frozenset[str]) -> Iterator[Finding]:
+    """The quantized matrices have to be those that the recipe chose, no more and no fewer."""
+    stored = {matrix.slab.bound.part.name for matrix in everything if matrix.quantized}
+    for names, text in (
+        (recorded - stored, "in full precision although the manifest says that it was quantized"),
+        (stored - recorded, "quantized although the manifest does not say so"),
+    ):
+        if names:
+            yield about(CHECK, "fail", f"matrix is {text}", f"matrices are {text}", plain(sorted(names)))
 
 
 def _wanted(

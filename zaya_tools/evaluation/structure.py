@@ -32,8 +32,9 @@ def check_structure(
 
     With a `reference` of any layout, the geometry has to be the reference's and protected parameters have to be in
     its dtypes or exact wider ones. `quantized` are the roles that have to be quantized, every matrix of them, where
-    config.json has a quantization_config: by default the experts, which are most of any model. Raises SourceError
-    when there is no such folder, and a ZayaError for a reference that cannot be read whole.
+    config.json has a quantization_config: by default the experts, which are most of any model. Where the manifest of
+    `zaya quantize` is there, what it records has to be quantized instead. Raises SourceError when there is no such
+    folder, and a ZayaError for a reference that cannot be read whole.
     """
     other = open_reference(reference) if reference is not None else None
     opened = open_model(folder, CHECK)

@@ -25,6 +25,7 @@ from zaya_tools.evaluation.verdict import DEFAULTS, Limits, judge, scheme_class
 from zaya_tools.evaluation.weights import check_weights
 from zaya_tools.evaluation.windows import cut
 from zaya_tools.layouts.match import Match, match
+from zaya_tools.model.device import choose_device
 from zaya_tools.model.streaming import BUDGET
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import total
@@ -104,7 +105,7 @@ def validate(
 
 
 def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, say: Report) -> list[CheckResult]:
-    device = _device(wanted.device)
+    device = choose_device(wanted.device)
     dtype = DTYPES[wanted.dtype]
     weights = Weights.open(folder, dtype=dtype, device=device)
     reference = Weights.open(against, dtype=dtype, device=device) if against else None
@@ -149,19 +150,6 @@ def _check_settings(wanted: Settings) -> None:
             raise ZayaError(f"{name} = {value} is not a limit", f"give a number from 0 to {ceiling:g}")
     if wanted.new_tokens < 1:
         raise ZayaError(f"{wanted.new_tokens} new tokens cannot be judged", "generate at least one")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ZayaError("there is no CUDA device", "use --device cpu")
-    if name != "cpu" and not name.startswith("cuda"):
-        raise ZayaError(f"unknown device {name!r}", "choose auto, cpu, cuda or cuda:N")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ZayaError(f"unknown device {name!r}", "choose auto, cpu, cuda or cuda:N") from error
 
 
 def _with_tokenizer(folder: Path, against: Path | None) -> Path:
@@ -240,7 +228,7 @@ def _conclude(
             "context": wanted.context,
             "stride": wanted.stride or wanted.context,
             "dtype": wanted.dtype,
-            "device": str(_device(wanted.device)),
+            "device": str(choose_device(wanted.device)),
             "engine": wanted.engine,
         },
         "thresholds": limits.as_dict(),

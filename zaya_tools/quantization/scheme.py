@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
+from typing import Literal
 
 from zaya_tools.dtypes import FLOATS
+
+Observer = Literal["minmax", "mse"]
+MINMAX: Observer = "minmax"
+MSE: Observer = "mse"
+OBSERVERS = (MINMAX, MSE)
+"""How a scale is found: from the largest magnitude, or by searching for the clipping of least squared error."""
 
 
 class Kind(StrEnum):

@@ -1,0 +1,102 @@
+"""`zaya quantize`: what it prints, its exit codes, and that wrong use leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.support import tree
+from tests.cli.conftest import Zaya
+from zaya_tools.data import TINY
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int4-experts-fp8-attention"])
+def test_json_is_one_document_that_counts_everything(zaya: Zaya, recipe: str, tmp_path: Path) -> None:
+    found = zaya("quantize", TINY, tmp_path / "out", "--recipe", recipe, "--json")
+    assert found.code == 0
+    document = found.document()
+    assert document["written"]
+    roles = {entry["role"]: entry for entry in document["sizes"]["roles"]}
+    assert (roles["expert"]["quantized"], roles["expert"]["of"]) == (96, 96)
+    assert (roles["attention projection"]["quantized"], roles["attention projection"]["of"]) == (20, 20)
+    assert len(document["quantized"]) == 116
+    written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert 0 < written - document["sizes"]["bytes_after"] < 100_000
+    assert document["sizes"]["bits_per_weight"] == pytest.approx(
+        8 * document["sizes"]["bytes_after"] / 1_937_260, abs=1e-3
+    )
+
+
+def test_text_says_how_much_and_what_suffered_most(zaya: Zaya, tmp_path: Path) -> None:
+    found = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4")
+    assert found.code == 0
+    for text in ("96/96", "20/20", "as it is (protected)", "bits per weight", "relative error of a weight"):
+        assert text in found.out
+
+
+def test_dry_run_writes_nothing_and_tells_the_sizes_that_come_true(zaya: Zaya, tmp_path: Path) -> None:
+    dry = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int8", "--dry-run", "--json").document()
+    assert list(tmp_path.iterdir()) == []
+    done = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int8", "--json").document()
+    assert (dry["written"], done["written"]) == (False, True)
+    for key in ("sizes", "recipe", "shards", "bytes"):
+        assert dry[key] == done[key]
+    text = zaya("quantize", TINY, tmp_path / "other", "--recipe", "int8", "--dry-run").out
+    assert "matrices matched" in text
+    assert "largest tensor-parallel size" in text
+
+
+def test_resuming_what_is_complete_says_so(zaya: Zaya, tmp_path: Path) -> None:
+    zaya("quantize", TINY, tmp_path / "out")
+    before = tree(tmp_path)
+    found = zaya("quantize", TINY, tmp_path / "out", "--resume", "--json")
+    assert found.document()["already_complete"]
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "fp9"], "fp9"),
+        (["--recipe", "int4", "--tp", "4"], "tensor-parallel"),
+        (["--recipe", "int4", "--expert-layout", "stacked"], "stack"),
+        (["--target-vllm", "0.10.0"], "0.10.0"),
+        (["--device", "tpu"], "tpu"),
+        (["--max-shard-size", "much"], "much"),
+        (["--recipe", "./nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_use_is_one_line_and_a_hint(zaya: Zaya, arguments: list[str], words: str, tmp_path: Path) -> None:
+    message, _ = zaya("quantize", TINY, tmp_path / "out", *arguments).error()
+    assert words in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rules:\n- {role: router, scheme: fp8}\n", "router"),
+        ("rules:\n- {role: 're:.*ruoter.*', scheme: fp8}\n", "ruoter"),
+        ("rules:\n- {role: head, scheme: fp8}\n", "tied"),
+        ("rules:\n- {role: experts, scheme: fp8, blocks: 7}\n", "block 7"),
+        ("rules:\n- {role: experts, scheme: {kind: nvfp4, group: 64}}\n", "64"),
+        ("rules:\n- {role: experts, scheme: fp8}\nignore: [lm_head]\n", "ignore"),
+    ],
+)
+def test_recipes_that_cannot_be_followed(zaya: Zaya, text: str, words: str, tmp_path: Path) -> None:
+    """Rows of the recipe that would quantize the wrong thing, or nothing: errors before any work."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\ndescription: Mine.\n" + text)
+    message, _ = zaya("quantize", TINY, tmp_path / "out", "--recipe", recipe).error()
+    assert words in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_the_source_is_named_in_the_card_and_the_manifest_without_paths(zaya: Zaya, tmp_path: Path) -> None:
+    zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4-g32")
+    manifest = json.loads((tmp_path / "out" / "zaya_manifest.json").read_text())
+    assert manifest["source"]["name"] == "tiny"
+    for file in ("zaya_manifest.json", "README.md", "config.json"):
+        assert str(TINY.parent) not in (tmp_path / "out" / file).read_text()

@@ -1,0 +1,147 @@
+"""`zaya quantize`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zaya_tools.cli.convert import show_totals, summary
+from zaya_tools.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zaya_tools.checkpoint.run import Converted
+    from zaya_tools.quantization.conversion import Quantization
+    from zaya_tools.quantization.summary import Measured
+
+
+class ExpertLayout(StrEnum):
+    """How quantized experts are stored."""
+
+    per_expert = "per-expert"
+    stacked = "stacked"
+
+
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Full-precision checkpoint of any layout, or a hub id like org/name.")
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="Folder to create; it appears whole or not at all.")
+    ],
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A recipe of `zaya recipe list`, or a YAML file.")
+    ] = "fp8",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, like 5GB or 512MiB.")] = "5GB",
+    tensor_parallel: Annotated[
+        int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel size that the result must be served with.")
+    ] = 1,
+    expert_layout: Annotated[
+        ExpertLayout, typer.Option(help="Quantized experts one by one, or stacked by block.")
+    ] = ExpertLayout.per_expert,
+    target_vllm: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Write a config that this vLLM reads.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same kind.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what an earlier run of zaya wrote at DST.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads (default: cores + 1).", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Quantize a ZAYA1 checkpoint for vLLM: experts and attention by a recipe, everything protected byte for byte."""
+    from zaya_tools.checkpoint.destination import check_destination, settle
+    from zaya_tools.quantization.conversion import plan_quantization
+    from zaya_tools.quantization.conversion import quantize as run
+
+    out = Output(as_json)
+    work = plan_quantization(
+        source, recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
+        expert_layout=expert_layout.value, target_vllm=target_vllm,
+    )  # fmt: skip
+    for warning in work.warnings:
+        out.warn(warning)
+    if dry_run:
+        if not resume:
+            check_destination(settle(destination), work.source.folder, force)
+        show_rules(out, work)
+        show_roles(out, work)
+        show_totals(out, work)
+        out.document({"destination": str(destination), "written": False, **document(work)})
+        return
+    with out.progress(f"quantizing to {work.recipe.name}", work.plan.read_bytes) as advance:
+        result = run(
+            source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
+            planned=work,
+        )  # fmt: skip
+    measured = facts(result)
+    out.document({
+        "destination": str(destination), "written": True, "already_complete": result.already_complete,
+        **document(work), "quantized": measured,
+    })  # fmt: skip
+    if result.already_complete:
+        out.heading(f"{destination} is already complete")
+        return
+    show_result(out, work, destination, measured)
+
+
+def facts(result: Converted) -> dict[str, Mapping[str, Any]]:
+    """What was measured on every quantized weight; empty where an earlier run had done everything."""
+    return {name: entry for digest in result.digests.values() for name, entry in digest.facts.items()}
+
+
+def show_rules(out: Output, work: Quantization) -> None:
+    """Every rule of the recipe with what it matched."""
+    rows = [
+        [str(match.rule), match.rule.observer or "-", f"{match.matched:,}", f"{match.decided:,} of {match.of:,}"]
+        for match in work.resolved.rules
+    ]
+    out.table(f"Recipe {work.recipe.name}", ["rule", "scales by", "matrices matched", "decided"], rows)
+
+
+def show_roles(out: Output, work: Quantization) -> None:
+    """What happens to each role, and what that does to the size."""
+    from zaya_tools.quantization.summary import summarize
+
+    found = summarize(work)
+    rows = []
+    for entry in found.roles:
+        kept = "as it is (protected)" if entry.protected else "as it is"
+        counts = f"{entry.quantized:,}/{entry.matrices:,}" if entry.matrices else "-"
+        rows.append([entry.role.value, ", ".join(entry.schemes) or kept, counts, size(entry.nbytes)])
+    out.table(f"{work.name} to {work.recipe.name}", ["role", "stored as", "matrices quantized", "bytes"], rows)
+    out.text(
+        f"{size(found.before)} before, {size(found.after)} after, {found.bits:.2f} bits per weight; "
+        f"largest tensor-parallel size {work.resolved.max_tensor_parallel}"
+    )
+
+
+def show_result(out: Output, work: Quantization, destination: Path, measured: Measured) -> None:
+    """What was written and how far it is from the source."""
+    from zaya_tools.quantization.summary import decibels, typical, worst
+
+    out.heading(f"wrote {destination}")
+    show_roles(out, work)
+    errors = typical(measured)
+    if errors is not None:
+        rows = [
+            [name, entry["scheme"], f"{entry['relative_error']:.4f}", decibels(entry),
+             f"{100 * entry['clipped_fraction']:.3f} %"]
+            for name, entry in worst(measured)
+        ]  # fmt: skip
+        out.table("Largest errors", ["weight", "scheme", "relative error", "SQNR, dB", "clipped"], rows)
+        out.text(f"relative error of a weight: {errors[0]:.4f} in the median, {errors[1]:.4f} at most")
+    show_totals(out, work)
+
+
+def document(work: Quantization) -> dict[str, Any]:
+    """The quantization as plain values, stable in names and order."""
+    from zaya_tools.quantization.summary import summarize
+
+    return {**summary(work), "recipe": work.resolved.as_dict(), "sizes": summarize(work).as_dict()}

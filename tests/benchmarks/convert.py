@@ -9,10 +9,8 @@ script does it (load everything, stack the experts, save_file), in turns. Times 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,13 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from zaya_tools.architecture import Architecture
-from zaya_tools.checkpoint.header import build_header
+from tests.benchmarks.support import generate, medians
 from zaya_tools.layouts.raw import RAW
-from zaya_tools.layouts.raw_config import raw_config
-from zaya_tools.parameters import parameters
 
 PEER = """
 import json, sys
@@ -47,35 +40,6 @@ for name, parts in found.bound.items():
 target.mkdir()
 save_file(state, target / "model.safetensors", metadata={"format": "pt"})
 """
-
-
-def generate(folder: Path, blocks: int) -> int:
-    """A raw checkpoint of `blocks` blocks with ZAYA1-8B's widths in two files; returns its bytes."""
-    a = Architecture(blocks, 2048, 8, 2, 128, 16, 2048, 256, vocab_size=32_768)
-    parts = [part for parameter in parameters(a) for part in RAW.parts(parameter, a)]
-    random = np.random.default_rng(0)
-    # bfloat16 bits of normal numbers: hashing and scanning cost the same for any finite values.
-    pool = ((random.standard_normal(1 << 23).astype(np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
-    folder.mkdir(parents=True)
-    half = len(parts) // 2
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, group in enumerate((parts[:half], parts[half:]), 1):
-        name = f"model-{number:05d}-of-00002.safetensors"
-        with (folder / name).open("wb") as stream:
-            stream.write(build_header([(part.name, "BF16", part.shape) for part in group]))
-            for part in group:
-                weight_map[part.name] = name
-                left = int(np.prod(part.shape))
-                total += 2 * left
-                while left:
-                    start = int(random.integers(0, 4096))
-                    taken = min(left, len(pool) - start)
-                    stream.write(pool[start : start + taken].tobytes())
-                    left -= taken
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(raw_config(a)))
-    return total
 
 
 def measure(command: Sequence[str], target: Path, pause: float) -> tuple[float, float]:
@@ -121,8 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         source, half, target = Path(scratch) / "source", Path(scratch) / "half", Path(scratch) / "target"
-        size = generate(source, options.blocks)
-        generate(half, options.blocks // 2)
+        size = generate(source, RAW, options.blocks)
+        generate(half, RAW, options.blocks // 2)
         zaya = [sys.executable, "-m", "zaya_tools.cli.app", "convert"]
         commands = {
             "cp -r": ["cp", "-r", str(source), str(target)],
@@ -139,12 +103,12 @@ def main() -> None:
                 result = measure(command, target, options.pause)
                 if number:  # the first round touches memory and disk for the first time
                     results[name].append(result)
-    floor = statistics.median(wall for wall, _ in results["cp -r"])
+    found = medians(results)
+    floor = found["cp -r"][0]
     print(f"{size / 1e9:.2f} GB, {options.rounds} rounds, medians\n")
     print("| | seconds | of cp -r | peak RSS, MB |\n|---|---|---|---|")
-    for name, runs in results.items():
-        wall = statistics.median(run[0] for run in runs)
-        print(f"| {name} | {wall:.2f} | {wall / floor:.2f} | {max(run[1] for run in runs):.0f} |")
+    for name, (wall, peak) in found.items():
+        print(f"| {name} | {wall:.2f} | {wall / floor:.2f} | {peak:.0f} |")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,12 +21,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from zaya_tools.architecture import Architecture, native_config
-from zaya_tools.checkpoint.header import build_header
+from tests.benchmarks.support import generate, medians
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
-from zaya_tools.parameters import Role, parameters
 
 OURS = """
 import sys, time
@@ -66,42 +61,6 @@ RECIPES = {
     "int4 minmax": ("extends: int4\nobserver: minmax\n", "W4A16"),
     "int4 mse": ("extends: int4\nobserver: mse\n", None),
 }
-
-
-def generate(folder: Path, blocks: int, shards: int) -> int:
-    """A native checkpoint of `blocks` blocks with ZAYA1-8B's widths; returns its bytes."""
-    a = Architecture(blocks, 2048, 8, 2, 128, 16, 2048, 256, vocab_size=32_768)
-    parts = [
-        (part, "F32" if parameter.float32 else "BF16", parameter.role)
-        for parameter in parameters(a)
-        for part in NATIVE_PER_EXPERT.parts(parameter, a)
-    ]
-    random = np.random.default_rng(0)
-    pool = ((random.standard_normal(1 << 23).astype(np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
-    folder.mkdir(parents=True)
-    weight_map: dict[str, str] = {}
-    total = 0
-    each = -(-len(parts) // shards)
-    for number in range(shards):
-        group = parts[number * each : (number + 1) * each]
-        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        with (folder / name).open("wb") as stream:
-            stream.write(build_header([(part.name, dtype, part.shape) for part, dtype, _ in group]))
-            for part, dtype, role in group:
-                weight_map[part.name] = name
-                left = int(np.prod(part.shape))
-                total += (4 if dtype == "F32" else 2) * left
-                if dtype == "F32":
-                    stream.write(np.full(left, -1.0 if role is Role.BALANCING else 0.0, np.float32).tobytes())
-                    continue
-                while left:
-                    start = int(random.integers(0, 4096))
-                    taken = min(left, len(pool) - start)
-                    stream.write(pool[start : start + taken].tobytes())
-                    left -= taken
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(native_config(a)))
-    return total
 
 
 def measure(script: str, *arguments: str) -> tuple[float, float]:
@@ -153,8 +112,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         root = Path(scratch)
         source, large, target = root / "source", root / "large", root / "target"
-        size = generate(source, options.blocks, shards=4)
-        generate(large, options.blocks, shards=1)
+        size = generate(source, NATIVE_PER_EXPERT, options.blocks, shards=4)
+        generate(large, NATIVE_PER_EXPERT, options.blocks, shards=1)
         jobs = _jobs(root, source, large, target, options.peer)
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
         for number in range(options.rounds + 1):
@@ -166,9 +125,8 @@ def main() -> None:
                     runs[name].append(result)
     print(f"{size / 1e9:.2f} GB, {options.rounds} rounds, medians\n")
     print("| | seconds | GB/s of source | peak RSS, MB |\n|---|---|---|---|")
-    for name, found in runs.items():
-        wall = statistics.median(run[0] for run in found)
-        print(f"| {name} | {wall:.2f} | {size / wall / 1e9:.2f} | {max(run[1] for run in found):.0f} |")
+    for name, (wall, peak) in medians(runs).items():
+        print(f"| {name} | {wall:.2f} | {size / wall / 1e9:.2f} | {peak:.0f} |")
 
 
 if __name__ == "__main__":

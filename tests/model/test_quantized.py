@@ -215,6 +215,7 @@ def test_what_a_token_gives_does_not_depend_on_its_neighbours(make: Callable[[st
         size = together.abs().amax(dim=-1, keepdim=True).clamp_min(1e-3)
         torch.testing.assert_close(together / size, alone / size, rtol=0, atol=NOISE)
         assert torch.equal(linear.quantize_input(rows), torch.cat([linear.quantize_input(r[None]) for r in rows]))
+        assert torch.equal(linear.quantize_input(rows[0]), linear.quantize_input(rows)[0])  # a lone token
 
 
 @pytest.mark.parametrize("name", ["FP8 dynamic", "FP8 static", "INT8", "INT4 g128", "NVFP4, weights only", "MXFP8"])

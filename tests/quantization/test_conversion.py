@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 
 from tests.checkpoint.support import SIDE_FILES, TRAINING_FILES, model, no_leftovers, tree
@@ -15,9 +17,10 @@ from tests.quantization.support import GEOMETRY, LIBRARY, full_precision, geomet
 from tests.synthetic import LAYOUTS, config_of, read_tensors, same_bits, small, write_checkpoint, write_tensors
 from zaya_tools import convert, quantize
 from zaya_tools.checkpoint.source import CONFIG
-from zaya_tools.errors import LayoutError, NonFiniteError, ZayaError
+from zaya_tools.errors import DestinationError, LayoutError, NonFiniteError, ZayaError
 from zaya_tools.evaluation.structure import check_structure
 from zaya_tools.evaluation.weights import check_weights
+from zaya_tools.layouts.base import Layout
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.parameters import PROTECTED, parameters
@@ -88,6 +91,16 @@ def test_training_files_stay_behind_and_a_card_is_written(tmp_path: Path) -> Non
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize("name", ["my: model", "- x", "#c", "{", "`x`", "on", os.fsdecode(b"bad\xff")])
+def test_any_name_gives_a_card_that_hubs_can_read(name: str, tmp_path: Path) -> None:
+    model(tmp_path / name, GEOMETRY)
+    (tmp_path / "own.yaml").write_text('name: "a: [b"\ndescription: A test.\nrules: []\n')
+    quantize(tmp_path / name, tmp_path / "out", tmp_path / "own.yaml")
+    front = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
+    assert front["base_model"] == name.encode(errors="replace").decode()
+    assert front["tags"] == ["zaya", "a: [b"]  # and not compressed-tensors: nothing is
+
+
 def test_manifest_records_recipe_errors_and_digests(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path / "out", "int4-experts-fp8-attention")
     text = (tmp_path / "out" / "zaya_manifest.json").read_text()
@@ -138,10 +151,10 @@ def test_written_bytes_are_the_planned_ones(source: Path, tmp_path: Path) -> Non
             assert len(opened.keys()) > 0
 
 
-@pytest.mark.parametrize("width", [24, 32, 72])
+@pytest.mark.parametrize("width", [16, 48, 80])
 def test_odd_sizes_keep_every_tensor_aligned(width: int, tmp_path: Path) -> None:
     """Shapes whose tensors cannot all begin at multiples of their elements side by side; torch would refuse them."""
-    odd = small(hidden_size=32, expert_width=width, head_dim=6, query_heads=1, kv_heads=1, experts=5, vocab_size=33)
+    odd = small(hidden_size=32, expert_width=width, head_dim=6, query_heads=8, kv_heads=1, experts=5, vocab_size=33)
     write_checkpoint(tmp_path / "source", RAW, odd)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -173,6 +186,19 @@ def test_numbers_that_are_none_stop_the_run(value: float, recipe: str, where: st
         quantize(tmp_path / "source", tmp_path / "out", recipe)
     assert f"{name}: 1 value is NaN or infinite, the first at [5, 7]" in caught.value.message
     assert not (tmp_path / "out").exists()
+    assert no_leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("layout", [RAW, NATIVE_PER_EXPERT])
+def test_a_bad_number_in_a_stack_of_several_tensors_is_named(layout: Layout, tmp_path: Path) -> None:
+    names = [name for name in write_checkpoint(tmp_path / "source", layout, GEOMETRY) if "experts" in name]
+    name = next(name for name in reversed(names) if name.endswith(("linear_fc2.weight", "down_proj.weight")))
+    broken = read_tensors(tmp_path / "source")[name]
+    broken[5, 7] = float("nan")
+    write_checkpoint(tmp_path / "source", layout, GEOMETRY, overrides={name: broken})
+    with pytest.raises(NonFiniteError) as caught:
+        quantize(tmp_path / "source", tmp_path / "out", "fp8", expert_layout="stacked")
+    assert f"{name}: 1 value is NaN or infinite, the first at [5, 7]" in caught.value.message
     assert no_leftovers(tmp_path)
 
 
@@ -281,6 +307,34 @@ def test_options_that_make_no_sense(options: dict[str, Any], source: Path, tmp_p
         quantize(source, tmp_path / "out", **options)
     assert "\n" not in caught.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rules_that_decide_nothing_are_told(source: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "twice.yaml"
+    recipe.write_text("name: twice\ndescription: Twice.\nrules:\n- {role: experts, scheme: int4}\n"
+                      "- {role: experts, scheme: fp8}\n")  # fmt: skip
+    assert any("`experts: int4` decides nothing" in warning for warning in plan_quantization(source, recipe).warnings)
+
+
+def test_a_source_of_other_values_is_not_complete(tmp_path: Path) -> None:
+    """The next iteration of a run has files of the same names, sizes and headers."""
+    model(tmp_path / "source", GEOMETRY)
+    quantize(tmp_path / "source", tmp_path / "out", "fp8")
+    assert quantize(tmp_path / "source", tmp_path / "out", "fp8", resume=True).already_complete
+    os.utime(tmp_path / "source" / "model.safetensors")
+    assert quantize(tmp_path / "source", tmp_path / "out", "fp8", resume=True).already_complete
+    model(tmp_path / "source", GEOMETRY, seed=1)
+    with pytest.raises(DestinationError):
+        quantize(tmp_path / "source", tmp_path / "out", "fp8", resume=True)
+
+
+def test_a_wish_for_other_kernels_is_refused_before_any_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZAYA_KERNELS", "fortran")
+    with pytest.raises(ZayaError, match="ZAYA_KERNELS is 'fortran'"):
+        quantize(source, tmp_path / "out", "fp8")
+    assert no_leftovers(tmp_path)
 
 
 def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:

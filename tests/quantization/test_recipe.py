@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,10 @@ def test_extending(tmp_path: Path) -> None:
     assert [str(rule) for rule in recipe.rules] == ["experts: int4", "attention: int4", "attention (k_proj): int8"]
     assert [rule.recipe for rule in recipe.rules] == ["int4", "int4", "mine"]
     assert [rule.observer for rule in recipe.rules] == ["mse", "mse", "minmax"]
-    assert (recipe.extends, recipe.runs_on) == ("int4", load_recipe("int4").runs_on)
+    assert (recipe.extends, recipe.runs_on) == ("int4", "")  # its own rules may run elsewhere
     quick = read(tmp_path, rules=..., extends="int4", observer="minmax")
     assert [rule.observer for rule in quick.rules] == ["minmax", "minmax"]
+    assert quick.runs_on == load_recipe("int4").runs_on
     write(tmp_path, EXPERTS, name="base")
     assert read(tmp_path, ATTENTION, extends="./base.yaml").rules[0].recipe == "base"
     message, hint = refused(tmp_path, name="third", extends="./mine.yaml")
@@ -164,6 +166,11 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
         ([{**EXPERTS, "scheme": {"kind": "mxfp4", "group": 16}}], {}, "no mxfp4 kernels for groups of 16", "of 32"),
         ([{**EXPERTS, "scheme": {"kind": "int4", "group": 256}}], {}, "no int4 kernels for groups of 256", "32, 64"),
         ([{**EXPERTS, "scheme": {"kind": "int4", "group": True}}], {}, "groups of True", "32, 64, 128"),
+        ([{**EXPERTS, "scheme": {"kind": "int4", "group": 64.0}}], {}, "groups of 64.0", "32, 64, 128"),
+        ([{**EXPERTS, "scheme": {"kind": "int4", "group": -1.0}}], {}, "groups of -1.0", "32, 64, 128"),
+        ([{**EXPERTS, "scheme": {"kind": ["int4"]}}], {}, "['int4'] is not a kind of scheme", "one of fp8"),
+        ([{**EXPERTS, "scheme": {"kind": {"int4": 1}}}], {}, "is not a kind of scheme", "one of fp8"),
+        ([{**EXPERTS, "blocks": "1 2"}], {}, "'1 2' is not a range of blocks", "0-3"),
         ([{**EXPERTS, "scheme": {"kind": "fp8", "group": 64}}], {}, "fp8 has one scale a row", "scheme: fp8"),
         ([{**EXPERTS, "scheme": {"kind": "int3"}}], {}, "'int3' is not a kind of scheme", "int4"),
         ([{**EXPERTS, "scheme": {"kind": "int4", "bits": 3}}], {}, "'bits' is not a key of a scheme", "kind and group"),
@@ -315,3 +322,20 @@ def test_inline_schemes() -> None:
     assert (middle.name, middle.columns, middle.kind, middle.format) == ("int4-g64", 64, Kind.INT4, "pack-quantized")
     assert (whole.name, whole.columns) == ("int4-channel", 0)
     assert parse_scheme({"kind": "int4", "group": "channel"}) == whole
+
+
+@pytest.mark.parametrize("where", ["name: *h", "name: x\nrules: [{role: experts, scheme: *h}]"])
+def test_nested_aliases_are_not_spelled_out(where: str, tmp_path: Path) -> None:
+    """Ten aliases of ten aliases, seven times, are ten million words."""
+    lines = ["a: &a [x]"]
+    for above, below in pairwise("abcdefgh"):
+        lines.append(f"{below}: &{below} [{', '.join([f'*{above}'] * 10)}]")
+    (tmp_path / "bomb.yaml").write_text("\n".join([*lines, "description: d", where]))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "bomb.yaml")
+    assert len(caught.value.message) < 1000
+
+
+def test_the_home_of_nobody(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"there is no recipe file ~nobody-at-all/x.yaml"):
+        load_recipe("~nobody-at-all/x.yaml")

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.destination import check_destination, listed_files, settle
 from zaya_tools.checkpoint.manifest import manifest, source_files
 from zaya_tools.checkpoint.plan import Plan, fingerprint
 from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles
-from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, read_json
+from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, read_json, read_stretches
 from zaya_tools.checkpoint.writer import WriteShard, discard_finished, open_workspace, recover
 from zaya_tools.errors import SourceError
 from zaya_tools.layouts.match import Match
@@ -128,8 +130,32 @@ def _complete(destination: Path, work: Conversion) -> bool:
         recorded.get("options") == work.options
         and isinstance(source, dict)
         and source.get("files") == source_files(work.source.headers)
+        and (_older(work.source, destination / MANIFEST) or _same_bytes(work.source, source.get("tensors")))
     )
     return same and all(_present(destination / name, facts) for name, facts in files.items())
+
+
+def _older(source: Source, manifest_file: Path) -> bool:
+    """Whether no file of the source was written after the manifest."""
+    written = manifest_file.stat().st_mtime_ns
+    return all(header.file.stat().st_mtime_ns < written for header in source.headers)
+
+
+def _same_bytes(source: Source, recorded: Any) -> bool:
+    """Whether every stretch of the source still has the digest that the manifest records."""
+    if not isinstance(recorded, dict):
+        return False
+    for name, parts in recorded.items():
+        tensor = source.tensors.get(name)
+        if tensor is None:
+            return False
+        for part in parts:
+            digest = blake3()
+            for data in read_stretches(tensor, part["offset"], part["bytes"]):
+                digest.update(data.data)
+            if digest.hexdigest() != part["blake3"]:
+                return False
+    return True
 
 
 def _present(file: Path, facts: Any) -> bool:

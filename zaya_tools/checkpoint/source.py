@@ -165,11 +165,16 @@ def read_bytes(tensor: TensorInfo) -> Bytes:
 
 def stretches(tensor: TensorInfo) -> Iterator[tuple[int, Bytes]]:
     """(offset, bytes) of a tensor, BLOCK bytes at a time."""
+    return zip(range(0, tensor.nbytes, BLOCK), read_stretches(tensor, 0, tensor.nbytes), strict=True)
+
+
+def read_stretches(tensor: TensorInfo, start: int, nbytes: int) -> Iterator[Bytes]:
+    """Bytes [start, start + nbytes) of a tensor, BLOCK of them at a time."""
     with tensor.file.open("rb", buffering=0) as stream:
-        for offset in range(0, tensor.nbytes, BLOCK):
-            data = np.empty(min(BLOCK, tensor.nbytes - offset), np.uint8)
-            read_into(stream.fileno(), data, tensor.start + offset, tensor.file.name)
-            yield offset, data
+        for offset in range(0, nbytes, BLOCK):
+            data = np.empty(min(BLOCK, nbytes - offset), np.uint8)
+            read_into(stream.fileno(), data, tensor.start + start + offset, tensor.file.name)
+            yield data
 
 
 def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:

@@ -19,7 +19,7 @@ def explain(error: BaseException) -> tuple[str, str | None, int] | None:
     if isinstance(error, ZayaError):
         return error.message, error.hint, error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return "interrupted", "what convert had finished is kept: --resume continues", INTERRUPTED
+        return "interrupted", "what a conversion had finished is kept: --resume continues", INTERRUPTED
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}", None, 2

@@ -67,6 +67,10 @@ def quantize(
     )  # fmt: skip
     for warning in work.warnings:
         out.warn(warning)
+    if device not in ("auto", "cpu"):
+        from zaya_tools.model.device import choose_device
+
+        choose_device(device)  # known to be there before anything else is said
     if dry_run:
         if not resume:
             check_destination(settle(destination), work.source.folder, force)
@@ -75,12 +79,17 @@ def quantize(
         show_totals(out, work)
         out.document({"destination": str(destination), "written": False, **document(work)})
         return
+    if work.resolved.schemes and device in ("auto", "cpu"):
+        from zaya_tools.quantization.native import missing
+
+        if reason := missing():
+            out.warn(f"the fast kernels could not be built, torch is several times slower: {reason}")
     with out.progress(f"quantizing to {work.recipe.name}", work.plan.read_bytes) as advance:
         result = run(
             source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
             planned=work,
         )  # fmt: skip
-    measured = facts(result)
+    measured = facts(result) if not result.already_complete else recorded(result.destination)
     out.document({
         "destination": str(destination), "written": True, "already_complete": result.already_complete,
         **document(work), "quantized": measured,
@@ -92,8 +101,17 @@ def quantize(
 
 
 def facts(result: Converted) -> dict[str, Mapping[str, Any]]:
-    """What was measured on every quantized weight; empty where an earlier run had done everything."""
+    """What was measured on every quantized weight."""
     return {name: entry for digest in result.digests.values() for name, entry in digest.facts.items()}
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """What the manifest of a finished quantization says was measured."""
+    from zaya_tools.checkpoint.sidefiles import MANIFEST
+    from zaya_tools.checkpoint.source import read_json
+
+    found = read_json(folder / MANIFEST).get("quantized")
+    return found if isinstance(found, dict) else {}
 
 
 def show_rules(out: Output, work: Quantization) -> None:

@@ -134,7 +134,7 @@ class QuantizedLinear:
         from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
         # With three axes: in two the library gives all tokens one scale where each should have its own.
-        rows = x.flatten(0, -2)[None]
+        rows = x.reshape(1, -1, x.shape[-1])
         limit, zero = (self._stored(suffix) for suffix in ("input_global_scale", "input_zero_point"))
         if args.dynamic in (True, "local"):
             if args.dynamic == "local" and limit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from zaya_tools import __version__
@@ -20,11 +21,11 @@ def model_card(work: Quantization, measured: Measured) -> str:
         "---",
         "library_name: vllm",
         "pipeline_tag: text-generation",
-        f"base_model: {_plain(work.name)}",
+        f"base_model: {_quoted(work.name)}",
         "tags:",
         "- zaya",
-        "- compressed-tensors",
-        f"- {_plain(recipe)}",
+        *(["- compressed-tensors"] if work.resolved.schemes else []),
+        f"- {_quoted(recipe)}",
         "---",
         "",
         f"# {_plain(work.name)}, quantized with the recipe {_plain(recipe)}",
@@ -77,6 +78,11 @@ def model_card(work: Quantization, measured: Measured) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A YAML scalar that reads as `text`, whatever is in it: YAML takes JSON's strings."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _plain(text: str) -> str:

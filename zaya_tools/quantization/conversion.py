@@ -102,10 +102,19 @@ def plan_quantization(
         },
         skip=classes,
         notes=(*found.notes, *plan_notes(plan, opened)),
-        warnings=tuple(skip.warnings(classes)),
+        warnings=(*_idle_rules(resolved), *skip.warnings(classes)),
         recipe=chosen,
         resolved=resolved,
     )
+
+
+def _idle_rules(resolved: Resolved) -> list[str]:
+    """Rules that match, but nowhere decide."""
+    return [
+        f"rule `{match.rule}` decides nothing: other rules win wherever it matches"
+        for match in resolved.rules
+        if not match.decided
+    ]
 
 
 def _quantizes_experts(resolved: Resolved, architecture: Architecture) -> bool:
@@ -138,6 +147,7 @@ def quantize(
     import torch
 
     from zaya_tools.model.device import choose_device
+    from zaya_tools.quantization.native import usable
     from zaya_tools.quantization.stream import write_quantized
 
     if workers is not None and workers < 1:
@@ -147,6 +157,8 @@ def quantize(
         source, recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel, expert_layout=expert_layout,
         target_vllm=target_vllm,
     )  # fmt: skip
+    if work.resolved.schemes:
+        usable(torch.empty(1, device=place))  # a wish for kernels that there are not ends the run before it begins
     threads = workers or (os.cpu_count() or 1) + 1
     report = advance or (lambda _: None)
     # A worker a core, each on its own: torch's own threads would only wait for each other.
@@ -170,4 +182,4 @@ def _extras(work: Quantization, digests: Mapping[str, ShardDigest]) -> Extras:
         odd = sorted(work.matrices.keys() ^ measured.keys())
         raise LayoutError(f"{odd[0]} was not quantized as the recipe says", "this is a fault of zaya: please report it")
     record = {"recipe": work.resolved.as_dict(), "quantized": dict(sorted(measured.items()))}
-    return Extras({CARD: model_card(work, measured).encode()}, record)
+    return Extras({CARD: model_card(work, measured).encode(errors="replace")}, record)

@@ -42,7 +42,7 @@ class Explained:
             "scheme": self.scheme,
             "observer": self.observer,
             "reason": self.reason,
-            "rule": self.index,
+            "rule": None if self.index is None else self.index + 1,
             "protected": self.protected,
         }
 

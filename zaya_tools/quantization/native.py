@@ -74,6 +74,13 @@ def usable(values: Tensor) -> bool:
     return not reason
 
 
+def missing() -> str | None:
+    """Why the slower torch path will be used on a CPU although nobody asked for it; None when it will not be."""
+    if os.environ.get(VARIABLE, ""):
+        return None
+    return _library()[1] or None
+
+
 def largest(values: Tensor) -> float:
     """The largest magnitude of a contiguous tensor; NaN where it holds one."""
     library, _ = _library()
@@ -224,6 +231,8 @@ def _compile(compiler: Sequence[str], target: Path) -> None:
         try:
             _output([*compiler, *_FLAGS, *tuning, str(_SOURCE), "-o", str(target)])
         except BuildError as error:
+            if isinstance(error.__cause__, subprocess.TimeoutExpired):
+                raise
             reason = error
         else:
             return

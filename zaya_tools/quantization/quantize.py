@@ -140,6 +140,8 @@ def quantize(
         raise ZayaError(f"a matrix of {rows} x {columns} has nothing to quantize")
     if scheme.rows == 1 and scheme.columns and columns % scheme.columns:
         raise ZayaError(f"groups of {scheme.columns} do not divide {columns:,} columns")
+    if scheme.packed and columns % 8:  # whole-row INT4: rows end with a packed word
+        raise ZayaError(f"{columns:,} columns are no multiple of 8, which {scheme.name} packs in a word")
     weight = weight.contiguous()
     tensors = _tensors(weight, scheme, out or {})
     whole = None

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from zaya_tools.checkpoint.hub import expand
 from zaya_tools.errors import ZayaError
 from zaya_tools.quantization.scheme import MINMAX, MSE, Observer, Scheme
 from zaya_tools.quantization.words import (
@@ -27,6 +28,7 @@ from zaya_tools.quantization.words import (
     parse_projections,
     parse_role,
     parse_scheme,
+    shown,
 )
 
 
@@ -171,7 +173,7 @@ def _find(name_or_path: str | Path, beside: Path | None = None) -> Path:
             (f"did you mean {near[0]!r}? " if near else "")
             + f"`zaya recipe list` shows all: {', '.join(recipe_names())}; a file is given by its path, like ./my.yaml",
         )
-    path = Path(text).expanduser()
+    path = expand(text)
     path = beside / path if beside is not None else path
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}", "give the path of a YAML file, or the name of a recipe")
@@ -186,7 +188,8 @@ def _recipe(path: Path, stated: _RecipeFile, base: _RecipeFile | None = None) ->
     return Recipe(
         name=stated.name,
         description=stated.description,
-        runs_on=stated.runs_on if stated.runs_on is not None else (base.runs_on or "") if base else "",
+        # Where a recipe runs is inherited only with all its rules.
+        runs_on=stated.runs_on or (base.runs_on if base and not stated.rules else None) or "",
         rules=tuple(_rule(path, rule, fallback, file.name) for file in files for rule in file.rules or ()),
         extends=base.name if base else None,
         source=str(path),
@@ -236,9 +239,14 @@ def _read(path: Path) -> _RecipeFile:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{path}:{where} {problem}", "a recipe is a YAML file") from error
+        raise RecipeError(f"{path}:{where} {problem}", "mend the YAML there: indentation, quotes, keys") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: not a mapping of keys to values", f"a recipe has {', '.join(_keys(_RecipeFile))}")
+    odd = next((key for key in document if not isinstance(key, str)), None)
+    if odd is not None:
+        raise RecipeError(
+            f"{path}: {shown(odd)} is not a key of a recipe", f"a recipe has {', '.join(_keys(_RecipeFile))}"
+        )
     try:
         return _RecipeFile.model_validate(document)
     except ValidationError as error:
@@ -271,7 +279,7 @@ def _advice(path: Path, error: ValidationError) -> RecipeError:
         return RecipeError(f"{where}: not a mapping of keys to values", f"{thing} has {', '.join(keys)}")
     message = _PLAIN.get(first["type"], first["msg"])
     return RecipeError(
-        f"{where}: {field} {message}, found {repr(first['input'])[:60]}", f"{thing} has {', '.join(keys)}"
+        f"{where}: {field} {message}, found {shown(first['input'])[:60]}", f"{thing} has {', '.join(keys)}"
     )
 
 

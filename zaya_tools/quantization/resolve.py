@@ -231,9 +231,10 @@ def unfit(scheme: Scheme, parameter: Parameter) -> str | None:
     if parameter.role is Role.HEAD and scheme.rows > 1:
         return "vLLM cuts the output head by vocabulary rows and has no scales for blocks of them"
     group = _unit(scheme)
-    if (scheme.packed or scheme.columns) and columns % group:
+    if columns % group:
         kind = f"{scheme.rows}x{scheme.columns} blocks" if scheme.rows > 1 else f"groups of {group}"
-        return f"its {columns} columns are not a multiple of {group}, and {kind} have to divide a row"
+        why = f"{kind} have to divide a row" if scheme.columns else f"kernels read rows in steps of {group}"
+        return f"its {columns} columns are not a multiple of {group}, and {why}"
     gate_up = parameter.role is Role.EXPERT and _fused(parameter)
     if gate_up and scheme.packed and not scheme.columns and columns % _MARLIN:
         return f"vLLM takes experts of whole-row INT4 only for a hidden size that is a multiple of {_MARLIN}"

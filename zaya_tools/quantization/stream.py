@@ -239,8 +239,10 @@ class _Maker:
         amax = self.largest.of(matrix.shared) if matrix.shared else None
         made = quantize(weight, matrix.scheme, matrix.observer, amax=amax)
         if not made.finite:
-            for piece in matrix.pieces:
-                report_nonfinite(piece.tensor)
+            # The rows may be those of several source tensors, of which one is bad.
+            for read in reads:
+                if nonfinite(read.data, matrix.dtype) is not None:
+                    report_nonfinite(read.piece.tensor)
         wanted = {output.suffix: _stored(output, made.tensors, task) for output in task.outputs}
         last = task.last == matrix.rows
         if not task.outputs[0].bulk:  # not beside the values, which were read and measured where they are

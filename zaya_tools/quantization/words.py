@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import Any
 
 from zaya_tools.architecture import Architecture
@@ -16,6 +17,16 @@ ROLES = {"experts": Role.EXPERT, "attention": Role.ATTENTION, "embedding": Role.
 
 NONE = "none"
 """The scheme of a rule that keeps full precision."""
+
+
+_SHORT = Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it. Not repr(): a few lines of nested YAML aliases stand for lists without end."""
+    return _SHORT.repr(value)
 
 
 class BadWord(ValueError):
@@ -87,7 +98,7 @@ def parse_projections(value: Any) -> tuple[str, ...]:
     for entry in values:
         if entry in _EXPERT_MATRICES:
             raise BadWord(
-                f"{entry!r} is an expert's: vLLM has one scheme for all matrices of a block's experts",
+                f"{shown(entry)} is an expert's: vLLM has one scheme for all matrices of a block's experts",
                 f"leave projections out of a rule for experts; a projection is one of {', '.join(PROJECTIONS)}",
             )
     named = [_word(entry, PROJECTIONS, "projection") for entry in values]
@@ -97,22 +108,24 @@ def parse_projections(value: Any) -> tuple[str, ...]:
 def _word(value: Any, known: tuple[str, ...], kind: str) -> str:
     choices = f"a {kind} is one of {', '.join(known)}"
     if not isinstance(value, str):
-        raise BadWord(f"{value!r} is not a {kind}", choices)
+        raise BadWord(f"{shown(value)} is not a {kind}", choices)
     if value in known:
         return value
     if value.startswith("re:") or re.search(r"[*^$\\\[\]()|+?{}]", value):
-        raise BadWord(f"{value!r} is a pattern: recipes name roles, so that none can reach what is protected", choices)
+        raise BadWord(
+            f"{shown(value)} is a pattern: recipes name roles, so that none can reach what is protected", choices
+        )
     role = protected_role(value)
     if role is None and (near := get_close_matches(value.lower(), _spellings(known), 1, 0.7)):
         if near[0] in known:
-            raise BadWord(f"{value!r} is not a {kind}", f"did you mean {near[0]!r}? {choices}")
+            raise BadWord(f"{shown(value)} is not a {kind}", f"did you mean {near[0]!r}? {choices}")
         role = protected_role(near[0])
     if role is not None:
         raise BadWord(
-            f"{value!r} speaks of the role '{role}', which never loses precision: {REASONS[role]}",
+            f"{shown(value)} speaks of the role '{role}', which never loses precision: {REASONS[role]}",
             f"leave the rule out; {choices}",
         )
-    raise BadWord(f"{value!r} is not a {kind}", choices)
+    raise BadWord(f"{shown(value)} is not a {kind}", choices)
 
 
 def _spellings(known: tuple[str, ...]) -> list[str]:
@@ -143,7 +156,7 @@ class Blocks:
         return tuple(end for end in ends if end >= blocks)
 
 
-_RANGE = re.compile(r"(\d{1,6})(?:(-)(\d{1,6})?)?")
+_RANGE = re.compile(r" *([0-9]{1,6}) *(?:(-) *([0-9]{1,6})? *)?")
 
 
 def parse_blocks(value: Any) -> Blocks:
@@ -158,13 +171,13 @@ _BLOCKS = "write a number, a range like 0-3 (ends included), 36- for all from 36
 
 
 def _range(value: Any) -> tuple[int, int | None]:
-    found = None if isinstance(value, bool) else _RANGE.fullmatch(str(value).replace(" ", ""))
+    found = None if isinstance(value, bool) else _RANGE.fullmatch(str(value))
     if not isinstance(value, int | str) or found is None:
-        raise BadWord(f"{value!r} is not a range of blocks", _BLOCKS)
+        raise BadWord(f"{shown(value)} is not a range of blocks", _BLOCKS)
     first = int(found[1])
     last = int(found[3]) if found[3] else None if found[2] else first
     if last is not None and last < first:
-        raise BadWord(f"the range {value!r} ends before it starts", f"did you mean {last}-{first}?")
+        raise BadWord(f"the range {shown(value)} ends before it starts", f"did you mean {last}-{first}?")
     return first, last
 
 
@@ -172,7 +185,7 @@ def parse_observer(value: Any) -> Observer:
     """How scales are found."""
     found = next((observer for observer in OBSERVERS if observer == value), None)
     if found is None:
-        raise BadWord(f"{value!r} is not an observer", f"one of {', '.join(OBSERVERS)}")
+        raise BadWord(f"{shown(value)} is not an observer", f"one of {', '.join(OBSERVERS)}")
     return found
 
 
@@ -197,22 +210,24 @@ def parse_scheme(value: Any) -> Scheme | None:
         return _inline(value)
     choices = f"a scheme is one of {', '.join(SCHEMES)}, {NONE} (full precision), or like {{kind: int4, group: 64}}"
     if not isinstance(value, str):
-        raise BadWord(f"{value!r} is not a scheme", choices)
+        raise BadWord(f"{shown(value)} is not a scheme", choices)
     if value == NONE:
         return None
     if value in SCHEMES:
         return SCHEMES[value]
     near = get_close_matches(value.lower(), [*SCHEMES, NONE], 1)
-    raise BadWord(f"{value!r} is not a scheme", (f"did you mean {near[0]!r}? " if near else "") + choices)
+    raise BadWord(f"{shown(value)} is not a scheme", (f"did you mean {near[0]!r}? " if near else "") + choices)
 
 
 def _inline(value: dict[Any, Any]) -> Scheme:
     for key in value:
         if key not in ("kind", "group"):
-            raise BadWord(f"{key!r} is not a key of a scheme", "its keys are kind and group: {kind: int4, group: 64}")
+            raise BadWord(
+                f"{shown(key)} is not a key of a scheme", "its keys are kind and group: {kind: int4, group: 64}"
+            )
     kind = value.get("kind")
-    if kind not in _KINDS:
-        raise BadWord(f"{kind!r} is not a kind of scheme", f"one of {', '.join(_KINDS)}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise BadWord(f"{shown(kind)} is not a kind of scheme", f"one of {', '.join(_KINDS)}")
     named, groups = SCHEMES[_KINDS[kind][0]], _KINDS[kind][1]
     group = value.get("group", named.columns or None)
     if not groups:
@@ -220,10 +235,11 @@ def _inline(value: dict[Any, Any]) -> Scheme:
             raise BadWord(f"{kind} has one scale a row and takes no group", f"leave group out, or write scheme: {kind}")
         return named
     taken = ", ".join(map(str, groups))
-    if named.kind is Kind.INT4 and group in (-1, _CHANNEL):
+    whole_number = isinstance(group, int) and not isinstance(group, bool)  # 64.0 == 64, but is no size
+    if named.kind is Kind.INT4 and (group == _CHANNEL or (whole_number and group == -1)):
         return replace(named, name=f"{kind}-{_CHANNEL}", columns=0)
-    if isinstance(group, bool) or group not in groups:
+    if not whole_number or group not in groups:
         rows = f", or {_CHANNEL} for whole rows" if named.kind is Kind.INT4 else ""
-        raise BadWord(f"vLLM has no {kind} kernels for groups of {group!r}", f"they take groups of {taken}{rows}")
+        raise BadWord(f"vLLM has no {kind} kernels for groups of {shown(group)}", f"they take groups of {taken}{rows}")
     same = (s for s in SCHEMES.values() if s.kind is named.kind and s.columns == group)
     return next(same, replace(named, name=f"{kind}-g{group}", columns=group))

@@ -103,17 +103,37 @@ def check_quantization(opened: Opened, wanted: frozenset[Role]) -> tuple[list[Fi
                                   "which cannot be told"))  # fmt: skip
     recorded = _recorded(opened)
     findings += _wanted(stated, everything, opened, wanted) if recorded is None else _as_recorded(everything, recorded)
-    by_unit = decoders(opened, stated)
-    ready = []
-    for matrix in everything:
-        decoder = by_unit.get(matrix.units[0].name)
-        if matrix.quantized and decoder is not None:
-            ready.append(replace(matrix, decoder=decoder))
+    ready = _ready(opened, stated, everything)
     from_forms = list(_forms(ready))
     figures["schemes"] = sorted({f"{m.decoder.label}, {m.decoder.format}" for m in ready if m.decoder})
     odd = {name for finding in from_forms for name in finding.names}
     sound = [m for m in ready if not odd.intersection(_names(m.slab))]
     return [*findings, *from_forms], figures, sound
+
+
+def form_faults(opened: Opened) -> list[Finding]:
+    """What of a native checkpoint's quantized tensors is not as its config says, and so cannot be served.
+
+    The part of `check_quantization` that does not ask what is protected or wanted.
+    """
+    everything = matrices(opened)
+    stated = declared(opened.source.config)
+    if stated is None:
+        names = tuple(m.slab.name for m in everything if m.quantized)
+        text = "tensors are quantized but config.json has no quantization_config"
+        return [_fail(f"{text}: {listing(names, 3)}", names)] if names else []
+    return [
+        *_agreement(stated, everything, opened.found, protected=False),
+        *_experts(stated, everything, opened.found),
+        *_forms(_ready(opened, stated, everything)),
+    ]
+
+
+def _ready(opened: Opened, stated: Declared, everything: Sequence[Matrix]) -> list[Matrix]:
+    """The quantized matrices that the config covers, with their decoders."""
+    by_unit = decoders(opened, stated)
+    pairs = ((matrix, by_unit.get(matrix.units[0].name)) for matrix in everything if matrix.quantized)
+    return [replace(matrix, decoder=decoder) for matrix, decoder in pairs if decoder is not None]
 
 
 def _names(slab: Slab) -> Iterator[str]:
@@ -175,20 +195,22 @@ def _entries(stated: Declared, found: Match) -> Iterator[Finding]:
                         f"of the runtime: {listing(strangers)}", strangers)  # fmt: skip
 
 
-def _agreement(stated: Declared, everything: Sequence[Matrix], found: Match) -> Iterator[Finding]:
+def _agreement(
+    stated: Declared, everything: Sequence[Matrix], found: Match, *, protected: bool = True
+) -> Iterator[Finding]:
     """Modules that the config quantizes and the files do not, and the other way round."""
     table = modules(found.architecture)
     stored = {unit.module: matrix for matrix in everything for unit in matrix.units}
     unquantized: list[str] = []
     undeclared: list[str] = []
-    protected: list[str] = []
+    refused: list[str] = []
     for module in table.values():
         says = module.kind == LINEAR or module.name in stored
         scheme = stated.scheme(module) if says else None
         matrix = stored.get(module.name)
         if matrix is None:
             if scheme is not None:
-                protected.append(module.name)
+                refused.append(module.name)
         elif matrix.slab.present and matrix.quantized != (scheme is not None):
             (undeclared if matrix.quantized else unquantized).append(module.name)
     if unquantized:
@@ -197,9 +219,9 @@ def _agreement(stated: Declared, everything: Sequence[Matrix], found: Match) -> 
     if undeclared:
         text = "stored quantized though quantization_config does not say so"
         yield about(CHECK, "fail", f"module is {text}", f"modules are {text}", plain(undeclared))
-    if protected:
+    if refused and protected:
         text = "never quantized but not in the ignore list (router, tied output head)"
-        yield about(CHECK, "fail", f"module is {text}", f"modules are {text}", plain(protected))
+        yield about(CHECK, "fail", f"module is {text}", f"modules are {text}", plain(refused))
 
 
 def _experts(stated: Declared, everything: Sequence[Matrix], found: Match) -> Iterator[Finding]:

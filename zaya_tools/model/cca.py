@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.model.norm import inverse_length
-from zaya_tools.model.packing import Packing
+from zaya_tools.model.packing import NULL_SLOT, Packing
 
 
 class Projected(NamedTuple):
@@ -146,6 +146,24 @@ def mix_packed(
 
     queries, keys = _heads(query, key, convolved)
     before = values[delaying.tokens - 1]
+    return Heads(queries, keys, torch.cat([current, before], dim=-1).view(keys.shape))
+
+
+def mix_decodes(
+    projected: Projected, convolutions: Convolutions, slots: Tensor, history: Tensor, last_delayed: Tensor
+) -> Heads:
+    """`mix_packed` for one-token continuations alone: rows are requests, so no row has to look for its past.
+
+    `slots` [rows] of any integer dtype; several rows, padding, may share NULL_SLOT.
+    """
+    query, key, current, delayed, _ = projected
+    places = slots.long().clamp_min(NULL_SLOT)
+    row = torch.cat([query, key], dim=-1)[:, None]
+    s = torch.cat([history[places].to(query.dtype).mT, row], dim=1)
+    before = last_delayed[places].to(delayed.dtype)
+    history[places] = s[:, 1:].mT.to(history.dtype)
+    last_delayed[places] = delayed.to(last_delayed.dtype)
+    queries, keys = _heads(query, key, convolutions(s)[:, 0])
     return Heads(queries, keys, torch.cat([current, before], dim=-1).view(keys.shape))
 
 

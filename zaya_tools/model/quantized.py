@@ -58,10 +58,10 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LayoutError(f"quantization_config is not one that {METHOD} reads: {reason}") from error
     groups = [(tuple(scheme.targets), scheme) for scheme in parsed.config_groups.values() if scheme.weights is not None]
-    return Schemes(tuple((targets, scheme, _format(scheme, parsed.format)) for targets, scheme in groups))
+    return Schemes(tuple((targets, scheme, read_format(scheme, parsed.format)) for targets, scheme in groups))
 
 
-def _format(scheme: Any, overall: str) -> str:
+def read_format(scheme: Any, overall: str) -> str:
     """The name of the compressor that wrote a scheme's tensors."""
     stated = getattr(scheme.format, "value", scheme.format) or overall
     # What a config says when each scheme has its own format, or when its writer named none.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.library import Library
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from zaya_tools.errors import LayoutError
@@ -25,7 +24,7 @@ from zaya_tools.model.weights import TORCH
 
 logger = init_logger("vllm.zaya_tools")
 
-FAULTS = (ImportError, NotImplementedError, RuntimeError, ValueError, AssertionError)
+FAULTS = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """What vLLM raises, layer by layer, where it has no kernel for a scheme."""
 
 
@@ -100,15 +99,11 @@ def decoder_of(quant_config: Any, layer: nn.Module, name: str) -> Decoder | None
     return Decoder(scheme, read_format(scheme, quant_config.quant_format))
 
 
-def no_kernel(error: BaseException, name: str) -> None:
-    """Say that a layer is emulated, or raise `error` where that is not for this device."""
-    if not current_platform.is_cpu():
-        raise error
+def say_emulated(error: BaseException, name: str) -> None:
+    """Warn, once a kind of layer, that it is emulated, and why."""
     reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
     kind = name.rpartition(".")[2]
-    logger.warning_once(
-        "vLLM has no kernel for quantized %s on this CPU (%s): computing in torch, which is slow", kind, reason
-    )
+    logger.warning_once("no kernel of vLLM's for quantized %s on this CPU, computing in torch, slowly: %s", kind, reason)
 
 
 class Emulated:

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.model.experts import run_experts
 from zaya_tools.model.quantized import QuantizedExperts
 from zaya_tools.model.router import RouterWeights, Routing, route
-from zaya_tools.vllm_plugin.emulation import FAULTS, Form, decoder_of, expert_state, no_kernel
+from zaya_tools.vllm_plugin.emulation import FAULTS, Form, decoder_of, expert_state, say_emulated
 from zaya_tools.vllm_plugin.weights import weight
 
 GATE, UP, DOWN = "w1", "w3", "w2"
@@ -123,12 +124,21 @@ class ZayaRoutedExperts(RoutedExperts):
     """vLLM's experts, computed in torch where it has no kernel for their scheme on this device."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        def stock() -> Any:
+            return super(ZayaRoutedExperts, self)._get_quant_method(prefix, quant_config, moe_config)
+
+        if not current_platform.is_cpu() or not hasattr(quant_config, "get_scheme_dict"):
+            return stock()
         try:
-            return super()._get_quant_method(prefix, quant_config, moe_config)
-        except FAULTS as error:
-            if quant_config is None or not hasattr(quant_config, "get_scheme_dict"):
-                raise
-            no_kernel(error, prefix)
+            method = stock()
+            kernel = getattr(method, "experts_cls", None)
+            # Some schemes are given kernels of other devices, or none, and fail when their weights are repacked.
+            if isinstance(method, UnquantizedFusedMoEMethod) or "cpu" in getattr(kernel, "__module__", ""):
+                return method
+            error: Exception = NotImplementedError(f"{type(method).__name__} has none")
+        except FAULTS as caught:
+            error = caught
+        say_emulated(error, prefix)
         return EmulatedExperts(moe_config, quant_config, prefix)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Waiting threads that spin make a shared machine several times slower; subprocesses inherit this.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("vllm") is None:
+        absent = pytest.mark.skip(reason="needs vLLM, which has an environment of its own: see Serving in the README")
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(absent)
 
 
 @pytest.fixture(autouse=True)

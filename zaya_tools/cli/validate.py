@@ -27,6 +27,7 @@ class Engine(StrEnum):
 
     stream = "stream"
     transformers = "transformers"
+    vllm = "vllm"
 
 
 def validate(
@@ -55,8 +56,13 @@ def validate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Type to compute in.")] = Dtype.float32,
     engine: Annotated[
-        Engine, typer.Option(help="stream: block by block, any size. transformers: all in memory.")
+        Engine,
+        typer.Option(help="stream: block by block, any size. transformers: all in memory. vllm: as it is served."),
     ] = Engine.stream,
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Interpreter of the environment with vLLM, if not this.", show_default=False),
+    ] = None,
     max_perplexity_ratio: Annotated[float | None, typer.Option(help="Default by scheme.", show_default=False)] = None,
     max_kl: Annotated[
         float | None, typer.Option(help="Mean KL, nats a token. Default by scheme.", show_default=False)
@@ -96,6 +102,7 @@ def validate(
         device=device,
         dtype=dtype.value,
         engine=engine.value,
+        vllm_python=vllm_python,
         new_tokens=new_tokens,
         limits={
             "max_perplexity_ratio": max_perplexity_ratio,
@@ -142,8 +149,12 @@ def _figures(check: str, figures: dict[str, Any]) -> str:
     """A check's most telling figures in a line."""
     if check == "likelihood":
         found = [f"perplexity {_with_error(figures['perplexity'])} over {figures['tokens']:,} tokens"]
-        if "kl" in figures:
+        if "stream_gap" in figures:
+            gap = figures["stream_gap"]["median"]
+            found.append(f"vLLM {figures['vllm']}, {gap:.2g} nats from the block-by-block engine (median)")
+        if "perplexity_ratio" in figures:
             found.append(f"{_with_error(figures['perplexity_ratio'], 5)} times the reference's")
+        if "kl" in figures:
             found.append(f"KL {figures['kl']['mean']['value']:.3g}, top token {figures['same_top_token']['value']:.2%}")
         return ", ".join(found)
     if check == "generation":

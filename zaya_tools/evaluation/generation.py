@@ -55,7 +55,14 @@ def generate(weights: Weights, prompts: Sequence[Sequence[int]], tokens: int) ->
     model = ZayaModel(weights.architecture, ends, blocks)
     length = len(prompts[0])
     session = Session(model, slots=len(prompts), capacity=length + tokens)
-    made = session.generate(prompts, tokens, chunk=CHUNK)
+    return measure_made(weights, prompts, session.generate(prompts, tokens, chunk=CHUNK))
+
+
+def measure_made(
+    weights: Weights, prompts: Sequence[Sequence[int]], made: Sequence[Sequence[int]]
+) -> list[Continuation]:
+    """Measure continuations of equal length that some engine made of equally long prompts."""
+    ends, length = weights.ends(), len(prompts[0])
     finished = _full_pass(weights, ends, [[*prompt, *new[:-1]] for prompt, new in zip(prompts, made, strict=True)])
     result = []
     for row, (prompt, new) in enumerate(zip(prompts, made, strict=True)):
@@ -91,13 +98,17 @@ def _repetition(tokens: Sequence[int]) -> float:
 
 
 def check_generation(
-    model: Weights, prompts: Sequence[Sequence[int]], tokens: int, reference: Weights | None = None
-) -> tuple[CheckResult, list[Continuation], list[Continuation]]:
-    """Findings about a model's continuations, with the continuations themselves and the reference's."""
-    mine = generate(model, prompts, tokens)
+    model: Weights, prompts: Sequence[Sequence[int]], tokens: int, reference: Weights | None = None,
+    *, made: Sequence[Sequence[int]] | None = None, tolerance: float | None = None,
+) -> tuple[CheckResult, list[Continuation], list[Continuation]]:  # fmt: skip
+    """Findings about a model's continuations, with the continuations themselves and the reference's.
+
+    `made` are those of another engine; `tolerance`, in logits, replaces what is rounding by the dtype.
+    """
+    mine = generate(model, prompts, tokens) if made is None else measure_made(model, prompts, made)
     theirs = generate(reference, prompts, tokens) if reference is not None else []
     figures = _figures(mine, theirs, tokens)
-    findings = tuple(Finding(CHECK, "fail", message) for message in _faults(figures, model))
+    findings = tuple(Finding(CHECK, "fail", message) for message in _faults(figures, model, tolerance))
     return CheckResult(CHECK, findings, figures), mine, theirs
 
 
@@ -121,9 +132,9 @@ def _figures(mine: Sequence[Continuation], theirs: Sequence[Continuation], token
     return figures
 
 
-def _faults(figures: dict[str, Any], model: Weights) -> list[str]:
+def _faults(figures: dict[str, Any], model: Weights, tolerance: float | None = None) -> list[str]:
     faults = []
-    tolerance = _TOLERANCE[model.dtype]
+    tolerance = _TOLERANCE[model.dtype] if tolerance is None else tolerance
     if not (math.isfinite(figures["largest_gap"]) and math.isfinite(figures["entropy"])):
         return ["the logits of the continuations are not finite"]
     if figures["largest_gap"] > tolerance:

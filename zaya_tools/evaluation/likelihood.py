@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from zaya_tools.errors import LayoutError
 from zaya_tools.evaluation import head, statistics
 from zaya_tools.evaluation.statistics import Estimate, Values
 from zaya_tools.evaluation.windows import Windows
+from zaya_tools.model.ends import Ends
 from zaya_tools.model.streaming import BUDGET, TOKENS, Layer, States, stream
 from zaya_tools.model.weights import Weights
 
@@ -100,6 +102,24 @@ def measure(
     return _beside(model, windows, reference, budget, advance or (lambda _: None))
 
 
+def score_tokens(model: Weights, windows: Windows, budget: int = BUDGET) -> tuple[Values, npt.NDArray[np.int64]]:
+    """Of each scored token: nats (its negative log-likelihood), and the token that was most likely in its place."""
+    ends = model.ends()
+    last: Layer | None = None
+    for last in stream(model, ends, windows.ids, budget=budget):
+        pass
+    assert last is not None
+    scored = _score(ends, last, windows, model)
+    top = torch.cat([part.top for part in scored]).numpy()
+    return torch.cat([part.nll for part in scored]).double().numpy(), top
+
+
+def _score(ends: Ends, last: Layer, windows: Windows, model: Weights) -> list[head.Scored]:
+    return [
+        head.score(ends, ends.finish(rows), targets) for rows, targets in _rows(last.hidden, windows, model.device)
+    ]
+
+
 def _alone(model: Weights, windows: Windows, budget: int, advance: Advance) -> Likelihood:
     ends = model.ends()
     blocks = []
@@ -109,10 +129,7 @@ def _alone(model: Weights, windows: Windows, budget: int, advance: Advance) -> L
             blocks.append(BlockFigures(last.index, _coverage(last, windows, model.architecture.experts)))
             advance(1)
     assert last is not None
-    scored = [
-        head.score(ends, ends.finish(rows), targets)
-        for rows, targets in _rows(last.hidden, windows, model.device)
-    ]  # fmt: skip
+    scored = _score(ends, last, windows, model)
     nll = torch.cat([part.nll for part in scored]).double().numpy()
     return Likelihood(len(nll), statistics.mean(nll, np.exp), tuple(blocks), None)
 

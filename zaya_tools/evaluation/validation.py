@@ -15,7 +15,7 @@ from zaya_tools import __version__
 from zaya_tools.checkpoint.hub import locate
 from zaya_tools.checkpoint.source import open_source
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation import transformers_engine
+from zaya_tools.evaluation import transformers_engine, vllm_engine
 from zaya_tools.evaluation.findings import CheckResult
 from zaya_tools.evaluation.generation import check_generation
 from zaya_tools.evaluation.likelihood import measure
@@ -23,7 +23,7 @@ from zaya_tools.evaluation.structure import check_structure
 from zaya_tools.evaluation.text import FIELD, HELD_OUT, read_tokenizer, tokenize
 from zaya_tools.evaluation.verdict import DEFAULTS, Limits, judge, scheme_class
 from zaya_tools.evaluation.weights import check_weights
-from zaya_tools.evaluation.windows import cut
+from zaya_tools.evaluation.windows import Windows, cut
 from zaya_tools.layouts.match import Match, match
 from zaya_tools.model.device import choose_device
 from zaya_tools.model.streaming import BUDGET
@@ -32,7 +32,7 @@ from zaya_tools.parameters import total
 
 CHECKS = ("structure", "weights", "likelihood", "generation")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ENGINES = ("stream", "transformers")
+ENGINES = ("stream", "transformers", "vllm")
 _PROMPTS, _PROMPT_TOKENS = 4, 24
 
 Report = Callable[[str], None]
@@ -40,7 +40,10 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check, on what text and how. `limits` override the scheme's own where they are not None."""
+    """What to check, on what text and how. `limits` override the scheme's own where they are not None.
+
+    `vllm_python` is the interpreter of the environment that vLLM is in, for that engine; None: this one.
+    """
 
     checks: Sequence[str] = CHECKS
     data: str = HELD_OUT
@@ -52,6 +55,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "float32"
     engine: str = "stream"
+    vllm_python: str | None = None
     new_tokens: int = 24
     budget: int = BUDGET
     limits: dict[str, float | None] = field(default_factory=dict)
@@ -119,20 +123,41 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
             "give the model's own tokenizer with --tokenizer",
         )
     results = []
+    windows = cut(tokens, min(wanted.context, len(tokens)), wanted.stride)
+    served = None
+    if wanted.engine == "vllm":
+        say("vLLM")
+        served = _serve(folder, windows, tokens, wanted)
     if "likelihood" in wanted.checks:
         say("likelihood")
-        windows = cut(tokens, min(wanted.context, len(tokens)), wanted.stride)
-        if wanted.engine == "transformers":
+        if served is not None:
+            results.append(vllm_engine.judge(served, weights, windows, limits, reference))
+        elif wanted.engine == "transformers":
             found = transformers_engine.measure(folder, windows, against, dtype)
+            results.append(judge(found, limits, weights.architecture.vocab_size))
         else:
             found = measure(weights, windows, reference, budget=wanted.budget)
-        results.append(judge(found, limits, weights.architecture.vocab_size))
+            results.append(judge(found, limits, weights.architecture.vocab_size))
     if "generation" in wanted.checks:
         say("generation")
-        result, mine, theirs = check_generation(weights, _prompts(tokens), wanted.new_tokens, reference)
+        result, mine, theirs = check_generation(
+            weights,
+            _prompts(tokens),
+            wanted.new_tokens,
+            reference,
+            made=served and served.generated,
+            # Of two tokens as close as engines are apart, either is a right choice.
+            tolerance=served and max(1e-2, 5 * vllm_engine.typical(weights)),
+        )
         result.figures["texts"] = _texts(source, mine, theirs)
         results.append(result)
     return results
+
+
+def _serve(folder: Path, windows: Windows, tokens: list[int], wanted: Settings) -> vllm_engine.Served:
+    prompts = _prompts(tokens) if "generation" in wanted.checks else []
+    scored = windows if "likelihood" in wanted.checks else Windows(windows.ids[:0], windows.scored[:0])
+    return vllm_engine.serve(folder, scored, prompts, wanted.new_tokens, wanted.dtype, wanted.vllm_python)
 
 
 def _check_settings(wanted: Settings) -> None:
@@ -144,6 +169,8 @@ def _check_settings(wanted: Settings) -> None:
         raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
     if wanted.engine not in ENGINES:
         raise ZayaError(f"unknown engine {wanted.engine!r}", f"choose {' or '.join(ENGINES)}")
+    if wanted.vllm_python is not None and wanted.engine != "vllm":
+        raise ZayaError(f"an interpreter for vLLM, but the engine is {wanted.engine}", "add --engine vllm")
     for name, value in wanted.limits.items():
         ceiling = 1.0 if name.startswith("min_") else math.inf
         if value is not None and not 0 <= value <= ceiling:

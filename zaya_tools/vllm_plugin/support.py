@@ -29,3 +29,8 @@ def check_supported(vllm_config: Any) -> None:
     for wanted, what, hint in refused:
         if wanted:
             raise ZayaError(f"ZAYA1 in vLLM does not support {what}", hint)
+
+
+def describe(model: Any) -> str:
+    """Module and name of a model's class. Here, where every process of an engine can import it."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"

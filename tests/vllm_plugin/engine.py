@@ -28,7 +28,7 @@ BASE = Architecture(
 def geometry(**fields: Any) -> Architecture:
     from dataclasses import replace
 
-    return replace(BASE, **fields)
+    return replace(BASE, **{"sliding": (), **fields})
 
 
 GEOMETRIES = {

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zaya_tools.errors import LayoutError
+from zaya_tools.model.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ def expert(suffix: str, stacked: Tensor, index: int, count: int) -> Tensor:
 class QuantizedExperts:
     """SwiGLU experts of quantized layers: `gate_up` has each expert's gate and up, fused in one layer or as two."""
 
-    gate_up: Sequence[Sequence[QuantizedLinear]]
-    down: Sequence[QuantizedLinear]
+    gate_up: Sequence[Sequence[Linear]]
+    down: Sequence[Linear]
 
     def __call__(self, expert: int, rows: Tensor) -> Tensor:
         """Give down(silu(gate x) * up x) for tokens [rows, hidden] of the compute dtype."""

@@ -18,7 +18,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from zaya_tools.errors import LayoutError
-from zaya_tools.evaluation.stored import Decoder, expected
+from zaya_tools.evaluation.stored import NAMES, Decoder, expected
+from zaya_tools.model.linear import Dense, Linear
 from zaya_tools.model.quantized import QuantizedLinear, read_format
 from zaya_tools.model.weights import TORCH
 
@@ -32,10 +33,12 @@ FAULTS = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError
 class Form:
     """What is stored, by suffix, for a matrix [rows, columns], and which share of it rank `rank` of `ranks` holds.
 
-    `axis` is the axis of the matrix that is cut: 0 for rows, 1 for columns.
+    `axis` is the axis of the matrix that is cut: 0 for rows, 1 for columns. Without a decoder it is stored in full, in
+    the compute dtype `dtype`.
     """
 
-    decoder: Decoder
+    decoder: Decoder | None
+    dtype: torch.dtype
     rows: int
     columns: int
     axis: int = 0
@@ -49,17 +52,19 @@ class Form:
         cut[self.axis] //= self.ranks
         return cut[0], cut[1]
 
-    def whole(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """(safetensors dtype, shape) by suffix of the uncut matrix; its shape, which is known, is left out."""
-        return {k: v for k, v in expected(self.decoder, self.rows, self.columns).items() if k != "weight_shape"}
+    def _stored(self, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """(safetensors dtype, shape) by suffix; the matrix's shape, which is known, is left out."""
+        if self.decoder is None:
+            return {"weight": (NAMES[self.dtype], (rows, columns))}
+        return {k: v for k, v in expected(self.decoder, rows, columns).items() if k != "weight_shape"}
 
     def share(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """(dtype, shape) by suffix of the share. LayoutError where a cut would go through a group or a packed word."""
         if (self.rows, self.columns)[self.axis] % self.ranks:
             raise LayoutError(f"{self.ranks} ranks do not divide a matrix of {self.rows} x {self.columns}")
-        cut = expected(self.decoder, *self.shape)
+        cut = self._stored(*self.shape)
         result = {}
-        for suffix, (dtype, shape) in self.whole().items():
+        for suffix, (dtype, shape) in self._stored(self.rows, self.columns).items():
             part = cut[suffix][1]
             if any(full not in (own, own * self.ranks) for full, own in zip(shape, part, strict=True)):
                 raise LayoutError(f"{suffix} {list(shape)} cannot be cut for {self.ranks} ranks")
@@ -68,7 +73,7 @@ class Form:
 
     def cut(self, suffix: str, tensor: Tensor) -> Tensor:
         """This rank's share of a stored tensor, whose shape has to be that of the scheme; one number may be a scalar."""
-        shape = self.whole()[suffix][1]
+        shape = self._stored(self.rows, self.columns)[suffix][1]
         if tensor.numel() == 1 and shape == (1,):
             tensor = tensor.reshape(1)
         if tuple(tensor.shape) != shape:
@@ -78,11 +83,13 @@ class Form:
                 tensor = tensor.narrow(axis, self.rank * own, own)
         return tensor
 
-    def linear(self, module: str, state: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedLinear:
+    def linear(self, module: str, state: Mapping[str, Tensor]) -> Linear:
         """The share as a layer that computes."""
+        if self.decoder is None:
+            return Dense(state["weight"])
         device = next(iter(state.values())).device
         scheme = (self.decoder.scheme, self.decoder.format)
-        return QuantizedLinear(module, scheme, state, self.shape, dtype, device)
+        return QuantizedLinear(module, scheme, state, self.shape, self.dtype, device)
 
 
 def decoder_of(quant_config: Any, layer: nn.Module, name: str) -> Decoder | None:
@@ -103,15 +110,15 @@ def say_emulated(error: BaseException, name: str) -> None:
     """Warn, once a kind of layer, that it is emulated, and why."""
     reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
     kind = name.rpartition(".")[2]
-    logger.warning_once("no kernel of vLLM's for quantized %s on this CPU, computing in torch, slowly: %s", kind, reason)
+    logger.warning_once("vLLM has no kernel for %s on this CPU, computing in torch, which is slow: %s", kind, reason)
 
 
 class Emulated:
     """A quantized linear layer's parameters by suffix and the layer that computes from them."""
 
     def __init__(self, decoder: Decoder, rows: int, columns: int, name: str, dtype: torch.dtype) -> None:
-        self.form, self.name, self.dtype = Form(decoder, rows, columns), name, dtype
-        self._linear: QuantizedLinear | None = None
+        self.form, self.name = Form(decoder, dtype, rows, columns), name
+        self._linear: Linear | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Empty parameters by suffix, each with a `weight_loader` that refuses another shape than the scheme's."""
@@ -130,7 +137,7 @@ class Emulated:
 
     def ready(self, state: Mapping[str, Tensor]) -> None:
         """Compute from these tensors from now on."""
-        self._linear = self.form.linear(self.name, state, self.dtype)
+        self._linear = self.form.linear(self.name, state)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows x [rows, inputs] through the layer, without its bias."""

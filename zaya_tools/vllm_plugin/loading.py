@@ -26,6 +26,7 @@ _STACK = re.compile(r"(model\.layers\.(\d+)\.mlp\.experts)\.(gate_up|down)_proj(
 _SHARDS = {"gate": GATE, "up": UP, "down": DOWN}
 _MIXING = re.compile(r"(model\.layers\.\d+\.self_attn\.qkv_proj)\.(conv_qk_.+)")
 _DELAYED_BIAS = ".self_attn.qkv_proj.v_proj_delayed.bias"
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
 # What vLLM keeps beside stored tensors: defaults of the key/value cache, and orders that static GPTQ does not have.
 _OWN = re.compile(r"\.self_attn\.attn\.|_(weight_shape|weight_g_idx|g_idx_sort_indices|input_g_idx)$|\.weight_shape$")
 
@@ -158,21 +159,21 @@ def load(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
     """
     loading = _Loading(model)
     headers = Headers(model.config.to_dict())  # type: ignore[union-attr, operator]
-    tied = bool(model.architecture.tied)  # type: ignore[union-attr]
+    tied, stated = bool(model.architecture.tied), bool(model.stated_tied)  # type: ignore[union-attr]
     kept: dict[str, Tensor] = {}
     for stored, tensor in weights:
         name = NATIVE.canonical(stored)
         headers.note(stored, tensor)
         if NATIVE.unused(name):
             continue
-        if tied and name in ("lm_head.weight", "model.embed_tokens.weight"):
+        if stated and name in _TIED:
             kept[name] = tensor
         if tied and name == "lm_head.weight":
             continue
         loading.tensor(name, tensor)
     # The headers know better than the loaders what is wrong, so they speak first.
     suffixes = headers.check()
-    if len(kept) == 2 and not torch.equal(kept["lm_head.weight"], kept["model.embed_tokens.weight"]):
+    if len(kept) == 2 and not torch.equal(*kept.values()):
         loading.problems.append("lm_head.weight is stored, differs from the embedding, and the config ties them")
     slots = set(loading.expected(suffixes))
     missing = sorted({slot[0] for slot in slots if not loading.filled[slot]})

@@ -179,6 +179,8 @@ class ZayaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         check_supported(vllm_config)
         a = self.architecture = architecture_of(vllm_config)
         self.config = vllm_config.model_config.hf_config
+        # vLLM unties in the config it hands on where a checkpoint has a head of its own.
+        self.stated_tied = a.tied or bool(getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", 0))
         # Graphs must be split at the mixing as at attention: both read what the running step says of its requests.
         splits = vllm_config.compilation_config.splitting_ops
         if splits and OP not in splits:

@@ -127,10 +127,13 @@ class ZayaRoutedExperts(RoutedExperts):
         def stock() -> Any:
             return super(ZayaRoutedExperts, self)._get_quant_method(prefix, quant_config, moe_config)
 
-        if not current_platform.is_cpu() or not hasattr(quant_config, "get_scheme_dict"):
+        if not current_platform.is_cpu() or not (quant_config is None or hasattr(quant_config, "get_scheme_dict")):
             return stock()
         try:
             method = stock()
+            if moe_config.moe_parallel_config.use_ep:
+                # CPU kernels take ids of all experts for places in the memory of their own few.
+                raise NotImplementedError("none looks ids up in the map of expert parallelism")  # noqa: TRY301
             kernel = getattr(method, "experts_cls", None)
             # Some schemes are given kernels of other devices, or none, and fail when their weights are repacked.
             if isinstance(method, UnquantizedFusedMoEMethod) or "cpu" in getattr(kernel, "__module__", ""):
@@ -143,7 +146,7 @@ class ZayaRoutedExperts(RoutedExperts):
 
 
 class EmulatedExperts(FusedMoEMethodBase):
-    """Experts that are dequantized one by one when tokens reach them."""
+    """Experts that are computed one by one, dequantized when tokens reach them."""
 
     def __init__(self, moe_config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__(moe_config)
@@ -155,13 +158,12 @@ class EmulatedExperts(FusedMoEMethodBase):
         params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         """Register what is stored, gate and up side by side: w13_<suffix> [experts, 2, ...], w2_<suffix>."""
-        decoder = decoder_of(self.quant_config, layer, f"{self.prefix}.0.{layer.ckpt_gate_proj_name}")
-        assert decoder is not None
+        first = f"{self.prefix}.0.{layer.ckpt_gate_proj_name}"
+        decoder = None if self.quant_config is None else decoder_of(self.quant_config, layer, first)
         rank, ranks = self.moe.tp_rank, self.moe.tp_size
         width = intermediate_size_per_partition * ranks
-        self._dtype = params_dtype
-        self._gate = Form(decoder, width, hidden_size, 0, rank, ranks)
-        self._down = Form(decoder, hidden_size, width, 1, rank, ranks)
+        self._gate = Form(decoder, params_dtype, width, hidden_size, 0, rank, ranks)
+        self._down = Form(decoder, params_dtype, hidden_size, width, 1, rank, ranks)
         for stem, form, lead in (("w13", self._gate, (num_experts, 2)), ("w2", self._down, (num_experts,))):
             for suffix, (dtype, shape) in form.share().items():
                 parameter = nn.Parameter(torch.zeros((*lead, *shape), dtype=dtype), requires_grad=False)
@@ -190,11 +192,10 @@ class EmulatedExperts(FusedMoEMethodBase):
         }
         each = range(layer.local_num_experts)
         gate_up = [
-            [self._gate.linear(f"{self.prefix}.{e}", expert_state(stacks["w13"], (e, half)), self._dtype)
-             for half in (0, 1)]
+            [self._gate.linear(f"{self.prefix}.{e}", expert_state(stacks["w13"], (e, half))) for half in (0, 1)]
             for e in each
-        ]  # fmt: skip
-        down = [self._down.linear(f"{self.prefix}.{e}", expert_state(stacks["w2"], (e,)), self._dtype) for e in each]
+        ]
+        down = [self._down.linear(f"{self.prefix}.{e}", expert_state(stacks["w2"], (e,))) for e in each]
         self._experts = QuantizedExperts(gate_up, down)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:

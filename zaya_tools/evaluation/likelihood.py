@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,19 +106,14 @@ def measure(
 def score_tokens(model: Weights, windows: Windows, budget: int = BUDGET) -> tuple[Values, npt.NDArray[np.int64]]:
     """Of each scored token: nats (its negative log-likelihood), and the token that was most likely in its place."""
     ends = model.ends()
-    last: Layer | None = None
-    for last in stream(model, ends, windows.ids, budget=budget):
-        pass
-    assert last is not None
+    (last,) = deque(stream(model, ends, windows.ids, budget=budget), maxlen=1)
     scored = _score(ends, last, windows, model)
     top = torch.cat([part.top for part in scored]).numpy()
     return torch.cat([part.nll for part in scored]).double().numpy(), top
 
 
 def _score(ends: Ends, last: Layer, windows: Windows, model: Weights) -> list[head.Scored]:
-    return [
-        head.score(ends, ends.finish(rows), targets) for rows, targets in _rows(last.hidden, windows, model.device)
-    ]
+    return [head.score(ends, ends.finish(rows), targets) for rows, targets in _rows(last.hidden, windows, model.device)]
 
 
 def _alone(model: Weights, windows: Windows, budget: int, advance: Advance) -> Likelihood:

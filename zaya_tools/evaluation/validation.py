@@ -145,9 +145,9 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
             _prompts(tokens),
             wanted.new_tokens,
             reference,
-            made=served and served.generated,
+            made=served.generated if served else None,
             # Of two tokens as close as engines are apart, either is a right choice.
-            tolerance=served and max(1e-2, 5 * vllm_engine.typical(weights)),
+            tolerance=max(1e-2, 5 * vllm_engine.typical(weights)) if served else None,
         )
         result.figures["texts"] = _texts(source, mine, theirs)
         results.append(result)

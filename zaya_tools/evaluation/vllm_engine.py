@@ -103,21 +103,30 @@ def serve(
     )
 
 
+_PROBE = """\
+import importlib.util, sys
+absent = [importlib.util.find_spec(name) is None for name in sys.argv[1:]]
+sys.exit(sum(2**bit for bit, gone in enumerate(absent) if gone))
+"""
+"""Exit code: one bit for each module that is not there."""
+
+
 def _length(scored: torch.Tensor) -> int:
     """Tokens of a window up to the last that counts; what follows is padding."""
     return int(scored.nonzero().max()) + 1
 
 
 def _ask(interpreter: str, request: dict[str, Any]) -> dict[str, Any]:
-    probe = "import importlib.util as u, sys; sys.exit(sum(2**i * (u.find_spec(n) is None) for i, n in enumerate(sys.argv[1:])))"
     try:
-        missing = subprocess.run([interpreter, "-c", probe, "vllm", "zaya_tools"], check=False).returncode
+        missing = subprocess.run([interpreter, "-c", _PROBE, "vllm", "zaya_tools"], check=False).returncode
     except OSError as error:
         raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", f"install vLLM: {INSTALL}") from error
     if missing & 1:
         raise ZayaError(f"there is no vLLM for {interpreter}", f"install it: {INSTALL}")
     if missing & 2:
-        raise ZayaError(f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install zaya-tools")
+        raise ZayaError(
+            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install zaya-tools"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         source, destination = Path(scratch, "request.json"), Path(scratch, "result.json")
         source.write_text(json.dumps(request))

@@ -72,7 +72,7 @@ class Form:
         return result
 
     def cut(self, suffix: str, tensor: Tensor) -> Tensor:
-        """This rank's share of a stored tensor, whose shape has to be that of the scheme; one number may be a scalar."""
+        """This rank's share of a stored tensor of the scheme's shape; a single number may be a scalar."""
         shape = self._stored(self.rows, self.columns)[suffix][1]
         if tensor.numel() == 1 and shape == (1,):
             tensor = tensor.reshape(1)
@@ -163,5 +163,5 @@ def _stored_linear_fake(x: Tensor, layer: str, outputs: int) -> Tensor:
     return x.new_empty((x.shape[0], outputs))
 
 
-_library = Library("zaya", "FRAGMENT")
+_library = Library("zaya", "FRAGMENT")  # type: ignore[no-untyped-call]
 direct_register_custom_op("stored_linear", _stored_linear, fake_impl=_stored_linear_fake, target_lib=_library)

@@ -15,7 +15,6 @@ from zaya_tools.evaluation.stored import Decoder
 from zaya_tools.vllm_plugin.emulation import FAULTS, Emulated, decoder_of, say_emulated
 from zaya_tools.vllm_plugin.weights import weight
 
-
 _tried: dict[object, Exception | None] = {}
 
 
@@ -34,7 +33,7 @@ def build_linear(inputs: int, outputs: int, bias: bool, quant_config: Any, name:
     if key not in _tried:
         _tried[key] = None if decoder is None else _fault(stock, inputs, dtype)
     error = _tried[key]
-    if error is None:
+    if error is None or decoder is None:
         layer = stock()
         return layer
     say_emulated(error, name)

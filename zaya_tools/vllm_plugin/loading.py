@@ -72,7 +72,9 @@ class _Loading:
             self._dense(name, tensor)
             if name.endswith(_DELAYED_BIAS):
                 zero = self.parameters[name.replace("v_proj_delayed.bias", "delayed_zero")]
-                self.put((name.replace("v_proj_delayed.bias", "delayed_zero"), "", -1), name, lambda: take(zero, tensor))
+                self.put(
+                    (name.replace("v_proj_delayed.bias", "delayed_zero"), "", -1), name, lambda: take(zero, tensor)
+                )
 
     def _dense(self, name: str, tensor: Tensor) -> None:
         parameter = self.parameters.get(name)
@@ -108,7 +110,9 @@ class _Loading:
             # Stacks of packed values keep the plain name.
             suffix = "weight_packed" if f"{prefix}.routed_experts.w13_weight_packed" in self.parameters else "weight"
         if tensor.shape[:1] != (experts,):
-            self.problems.append(f"{name} has shape {list(tensor.shape)}, expected {experts} experts along the first axis")
+            self.problems.append(
+                f"{name} has shape {list(tensor.shape)}, expected {experts} experts along the first axis"
+            )
             return
         for expert, own in enumerate(tensor):
             if matrix == "down":

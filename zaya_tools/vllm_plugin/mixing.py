@@ -113,7 +113,7 @@ class Mixing(nn.Module, MambaBase):
     def mix(self, projected: Projected, metadata: Any) -> Heads:
         """Mix the rows of a step. `metadata` is vLLM's for Mamba-like layers, None while it measures memory."""
         if metadata is None:
-            whole = Projected(*(part[None] for part in projected[:4]), projected.delayed_zero)
+            whole = Projected._make([*(part[None] for part in projected[:4]), projected.delayed_zero])
             return Heads(*(part[0] for part in mix_sequence(whole, self.convolutions)))
         history, delayed = self._states()
         if metadata.num_prefills:
@@ -121,7 +121,7 @@ class Mixing(nn.Module, MambaBase):
             return mix_packed(projected, self.convolutions, packing, history, delayed)
         slots = metadata.state_indices_tensor_d[:, 0]
         # Rows past the requests are padding.
-        first = Projected(*(part[: slots.shape[0]] for part in projected[:4]), projected.delayed_zero)
+        first = Projected._make([*(part[: slots.shape[0]] for part in projected[:4]), projected.delayed_zero])
         return mix_decodes(first, self.convolutions, slots, history, delayed)
 
     def _states(self) -> tuple[Tensor, Tensor]:
@@ -189,6 +189,6 @@ def _mix_fake(
     return None
 
 
-_library = Library("zaya", "FRAGMENT")
+_library = Library("zaya", "FRAGMENT")  # type: ignore[no-untyped-call]
 direct_register_custom_op("mix", _mix, mutates_args=["query", "key", "value"], fake_impl=_mix_fake,
                           target_lib=_library)  # fmt: skip

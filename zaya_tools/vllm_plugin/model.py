@@ -153,7 +153,7 @@ class ZayaModel(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Final normed states [rows, hidden] of token ids [rows] at positions [rows]."""
-        embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         stream = (embedded.float() + self.input_hidden_states_bias) * self.input_hidden_states_scale
         rotary = {sliding: self._rotary(sliding, positions) for sliding in self._factors}
         carried: Tensor | None = None

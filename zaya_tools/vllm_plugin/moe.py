@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEFactory,
+    FusedMoEMethodBase,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+)
 from vllm.platforms import current_platform
 
 from zaya_tools.architecture import Architecture
@@ -113,9 +118,7 @@ class SparseMLP(nn.Module):
         return out.masked_fill(skipped[:, None], 0), states
 
 
-def unpack_routing(
-    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
-) -> tuple[Tensor, Tensor]:
+def unpack_routing(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Weights float32 [rows, 1] and expert ids int32 [rows, 1] out of what `SparseMLP` packed into [rows, 2]."""
     return gating_output[:, :1].float().contiguous(), gating_output[:, 1:].to(torch.int32).contiguous()
 
@@ -133,7 +136,7 @@ class ZayaRoutedExperts(RoutedExperts):
             method = stock()
             if moe_config.moe_parallel_config.use_ep:
                 # CPU kernels take ids of all experts for places in the memory of their own few.
-                raise NotImplementedError("none looks ids up in the map of expert parallelism")  # noqa: TRY301
+                raise NotImplementedError("none looks ids up in the map of expert parallelism")
             kernel = getattr(method, "experts_cls", None)
             # Some schemes are given kernels of other devices, or none, and fail when their weights are repacked.
             if isinstance(method, UnquantizedFusedMoEMethod) or "cpu" in getattr(kernel, "__module__", ""):

@@ -175,7 +175,9 @@ def _mix(
     context = get_forward_context()
     module = context.no_compile_layers[layer]
     steps = context.attn_metadata
-    metadata = steps.get(layer) if isinstance(steps, dict) else None
+    if steps is not None and not isinstance(steps, dict):
+        raise TypeError(f"vLLM described the step with {type(steps).__name__}, not by layer")
+    metadata = None if steps is None else steps.get(layer)
     mixed = module.mix(Projected(q, k, current, delayed, module.delayed_zero), metadata)
     for out, part in zip((query, key, value), mixed, strict=True):
         out[: part.shape[0]] = part

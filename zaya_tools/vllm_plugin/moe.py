@@ -104,7 +104,8 @@ class SparseMLP(nn.Module):
             quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.experts",
             custom_routing_function=unpack_routing,
-            routed_experts_cls=ZayaRoutedExperts,
+            # Other devices run vLLM's own class throughout.
+            routed_experts_cls=ZayaRoutedExperts if current_platform.is_cpu() else None,
         )
 
     def forward(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -124,13 +125,13 @@ def unpack_routing(hidden_states: Tensor, gating_output: Tensor, topk: int, reno
 
 
 class ZayaRoutedExperts(RoutedExperts):
-    """vLLM's experts, computed in torch where it has no kernel for their scheme on this device."""
+    """vLLM's experts on a CPU, computed in torch where it has no kernel for their scheme."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         def stock() -> Any:
             return super(ZayaRoutedExperts, self)._get_quant_method(prefix, quant_config, moe_config)
 
-        if not current_platform.is_cpu() or not (quant_config is None or hasattr(quant_config, "get_scheme_dict")):
+        if quant_config is not None and not hasattr(quant_config, "get_scheme_dict"):
             return stock()
         try:
             method = stock()

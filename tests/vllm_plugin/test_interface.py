@@ -1,0 +1,71 @@
+"""The plugin uses what the installed vLLM has, and the check that says so of other releases sees what is missing."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from zaya_tools.vllm_plugin import ARCHITECTURE, MODEL, register
+
+from .interface import problems
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def sources() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def test_everything_that_is_used_is_there(sources: Path) -> None:
+    assert problems(sources) == []
+
+
+def test_changes_are_seen(sources: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "vllm"
+    shutil.copytree(sources, copy, ignore=lambda _, names: [n for n in names if Path(n).suffix not in (".py", "")])
+    for file, old, new in (
+        ("model_executor/layers/fused_moe/layer.py", "routed_experts_cls: type", "routed_experts_class: type"),
+        ("v1/attention/backends/registry.py", "SHORT_CONV =", "SHORTER_CONV ="),
+        ("forward_context.py", "def get_forward_context", "def the_forward_context"),
+        ("model_executor/layers/mamba/abstract.py", "    def get_kv_cache_spec", "    @abstractmethod\n    def get_kv_cache_spec"),
+    ):  # fmt: skip
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+    assert sorted(problems(copy)) == [
+        "FusedMoEFactory in model_executor/layers/fused_moe/layer.py takes no routed_experts_cls",
+        "MambaAttentionBackendEnum in v1/attention/backends/registry.py has no SHORT_CONV",
+        "MambaBase in model_executor/layers/mamba/abstract.py asks for get_kv_cache_spec",
+        "no get_forward_context in vllm.forward_context",
+    ]
+
+
+def test_the_entry_point_registers_the_model() -> None:
+    from vllm import ModelRegistry
+
+    (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.value.startswith("zaya_tools")]
+    assert found.load() is register
+    register()
+    register()
+    entry = ModelRegistry.models[ARCHITECTURE]
+    assert f"{entry.module_name}:{entry.class_name}" == MODEL
+
+
+def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zaya_tools.vllm_plugin as plugin
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(plugin, "_ours", False)
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model(ARCHITECTURE, "vllm.model_executor.models.zaya:ZayaForCausalLM")
+    register()
+    assert ModelRegistry.models[ARCHITECTURE].module_name == "vllm.model_executor.models.zaya"
+    assert not plugin._ours

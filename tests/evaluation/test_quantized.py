@@ -22,10 +22,13 @@ from tests.evaluation.support import (
     check,
     drop,
     failing,
+    put,
     quantized_tensors,
     write_quantized,
 )
 from tests.synthetic import write_checkpoint
+from zaya_tools.evaluation.opened import Opened, open_model
+from zaya_tools.evaluation.quantized import form_faults
 from zaya_tools.evaluation.structure import check_structure
 from zaya_tools.evaluation.weights import check_weights
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
@@ -47,6 +50,24 @@ def test_one_scale_tensor_for_both_halves_of_a_stack_fails(folder: Path) -> None
 
     result = check(folder, "FP8_DYNAMIC", edit, layout=NATIVE, roles=(Role.EXPERT,), ignore=EVERYTHING_ELSE)
     assert failing(result, "form of the scheme").names == (name,)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_form_faults_are_what_cannot_be_served(folder: Path, preset: str) -> None:
+    def faults(**options: Any) -> list[str]:
+        opened = open_model(write_quantized(folder, preset, **options), "structure")
+        assert isinstance(opened, Opened)
+        return [finding.message for finding in form_faults(opened)]
+
+    assert faults() == []
+    # A router that the config would quantize is no fault here: nothing that serves it asks.
+    assert faults(ignore=("lm_head", r"re:.*conv_qk_.*")) == []
+    scale = f"{GATE}.weight_scale"
+    assert any(scale in message for message in faults(edit=put(scale, torch.ones(3, 3))))
+    left_out = faults(ignore=(*IGNORE, r"re:.*experts\.2\..*"))
+    assert any("does not say so" in message for message in left_out)
+    missing = faults(config={"quantization_config": None})
+    assert any("no quantization_config" in message for message in missing)
 
 
 def test_experts_that_the_recipe_missed(folder: Path) -> None:

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zaya_tools.model.cca import Heads, Projected, mix_packed, mix_sequence, state_dtypes, state_shapes
+from zaya_tools.model.cca import (
+    Heads,
+    Projected,
+    mix_decodes,
+    mix_packed,
+    mix_sequence,
+    state_dtypes,
+    state_shapes,
+)
 from zaya_tools.model.packing import Packing, pack
 
 from .support import GEOMETRIES, random_model
@@ -77,6 +85,24 @@ def test_padding_rows_and_empty_chunks_touch_no_request() -> None:
             torch.testing.assert_close(mixed, wanted[part])
     for mixed, wanted in zip(second, expected, strict=True):
         torch.testing.assert_close(mixed[2:4], wanted[:2])
+
+
+def test_decodes_alone_are_what_a_packed_batch_makes_of_them() -> None:
+    tokens, length = projected(18), 6
+    requests = (2, 4, 1)
+    states = empty_states(6)
+    prefills = packing(18, [], [(slot, length, False) for slot in requests])
+    mix_packed(tokens, WEIGHTS.convolutions, prefills, *states)
+    others = tuple(state.clone() for state in states)
+    # Two rows of padding share the null slot, one of them as an index that names none.
+    slots = [4, 0, 2, 1, -1]
+    more = projected(5, seed=1)
+    packed = mix_packed(more, WEIGHTS.convolutions, packing(5, slots, []), *states)
+    alone = mix_decodes(more, WEIGHTS.convolutions, torch.tensor(slots, dtype=torch.int32), *others)
+    for got, wanted in zip(alone, packed, strict=True):
+        torch.testing.assert_close(got[[0, 2, 3]], wanted[[0, 2, 3]], rtol=0, atol=1e-6)
+    for mine, wanted in zip(others, states, strict=True):
+        assert torch.equal(mine[1:].nan_to_num(7.0), wanted[1:].nan_to_num(7.0))
 
 
 def test_state_of_another_dtype_is_cast_both_ways() -> None:

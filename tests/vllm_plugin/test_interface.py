@@ -35,7 +35,8 @@ def test_changes_are_seen(sources: Path, tmp_path: Path) -> None:
         ("model_executor/layers/fused_moe/layer.py", "routed_experts_cls: type", "routed_experts_class: type"),
         ("v1/attention/backends/registry.py", "SHORT_CONV =", "SHORTER_CONV ="),
         ("forward_context.py", "def get_forward_context", "def the_forward_context"),
-        ("model_executor/layers/mamba/abstract.py", "    def get_kv_cache_spec", "    @abstractmethod\n    def get_kv_cache_spec"),
+        ("model_executor/layers/mamba/abstract.py", "    def get_kv_cache_spec",
+         "    @abstractmethod\n    def get_kv_cache_spec"),
     ):  # fmt: skip
         text = (copy / file).read_text()
         assert old in text
@@ -60,8 +61,9 @@ def test_the_entry_point_registers_the_model() -> None:
 
 
 def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zaya_tools.vllm_plugin as plugin
     from vllm import ModelRegistry
+
+    import zaya_tools.vllm_plugin as plugin
 
     monkeypatch.setattr(plugin, "_ours", False)
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))

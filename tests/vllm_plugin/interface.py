@@ -133,11 +133,11 @@ def problems(root: Path) -> list[str]:
     found = []
     for module, name in sorted(set(_imports())):
         place = root.joinpath(*module.split(".")[1:])
-        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        if not file.is_file():
+        source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if not source.is_file():
             found.append(f"no module {module}")
         # The package itself gives its names lazily, from a table.
-        elif name not in set(_names(_tree(file).body)) and not (root == place and f'"{name}"' in file.read_text()):
+        elif name not in set(_names(_tree(source).body)) and not (root == place and f'"{name}"' in source.read_text()):
             found.append(f"no {name} in {module}")
     for (file, name), wanted in ARGUMENTS.items():
         taken = {

@@ -15,19 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.evaluation.support import compress, quantization_config, scheme_of
-from tests.synthetic import LAYOUTS, read_tensors, split, write_tensors
-from zaya_tools import convert
+from zaya_tools import convert, quantize
 from zaya_tools.cli.app import main
 from zaya_tools.data import TINY
 from zaya_tools.evaluation.text import read_tokenizer
-from zaya_tools.layouts.base import Part
-from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.model.session import Session
 from zaya_tools.model.weights import Weights
-from zaya_tools.parameters import Role, parameters
 
 from .engine import streaming
 
@@ -46,26 +40,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fp8(native: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention and experts in FP8 by output channel, experts one by one: what the recipe of that name stores."""
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the demo makes: attention and experts in FP8 by output channel, experts one by one."""
     place = tmp_path_factory.mktemp("fp8") / "model"
-    architecture = Weights.open(native).architecture
-    tensors = split(LAYOUTS["native per expert"], architecture, read_tensors(native))
-    scheme = scheme_of("FP8_DYNAMIC")
-    for parameter in parameters(architecture):
-        if parameter.role in (Role.EXPERT, Role.ATTENTION) and len(parameter.shape) > 1:
-            for part in NATIVE_PER_EXPERT.parts(parameter, architecture):
-                stored = compress(tensors.pop(part.name).float(), scheme)
-                tensors |= {_name(part, local): tensor for local, tensor in stored.items()}
-    config = json.loads((native / "config.json").read_text())
-    write_tensors(place, tensors, {**config, "quantization_config": quantization_config("FP8_DYNAMIC")})
-    for side in native.glob("*token*.json"):
-        (place / side.name).write_bytes(side.read_bytes())
+    quantize(TINY, place, "fp8")
     return place
-
-
-def _name(part: Part, local: str) -> str:
-    return part.name if local == "weight" else part.companion(local)
 
 
 @pytest.fixture
@@ -157,10 +136,3 @@ def test_without_the_plugin_the_fallback_is_told(
     found = validated(capsys, monkeypatch, str(native))
     assert found["verdict"] == "FAIL"
     assert any("does not know ZAYA1" in reason for reason in found["reasons"])
-
-
-def test_scores_and_tokens_have_their_dtype(fp8: Path) -> None:
-    """The fixture is what it says: FP8 weights with scales, everything protected as it was."""
-    tensors = read_tensors(fp8)
-    kinds = {tensor.dtype for tensor in tensors.values()}
-    assert kinds == {torch.float8_e4m3fn, torch.bfloat16, torch.float32}

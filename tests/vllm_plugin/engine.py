@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ BASE = Architecture(
 
 
 def geometry(**fields: Any) -> Architecture:
-    from dataclasses import replace
-
     return replace(BASE, **{"sliding": (), **fields})
 
 
@@ -41,6 +40,37 @@ GEOMETRIES = {
     "untied head with bias": geometry(tied=False, head_bias=True),
     "whole head turned, yarn": geometry(rotary_fraction=1.0, rope_scaling=YARN),
 }
+
+
+def drawn(seed: int) -> Architecture:
+    """Any geometry that the CPU's kernels take."""
+    pick = random.Random(seed)
+    blocks, kv_heads = pick.randint(1, 4), pick.randint(1, 3)
+    sliding = tuple(pick.random() < 0.5 for _ in range(blocks))
+    return Architecture(
+        blocks=blocks,
+        hidden_size=32 * pick.randint(1, 4),
+        query_heads=kv_heads * pick.randint(1, 3),
+        kv_heads=kv_heads,
+        head_dim=pick.choice([32, 64, 80]),
+        experts=pick.randint(2, 9),
+        expert_width=32 * pick.randint(1, 3),
+        router_width=pick.randint(3, 20),
+        vocab_size=pick.randint(20, 200),
+        time0=pick.randint(1, 4),
+        time1=pick.randint(1, 4),
+        tied=pick.random() < 0.5,
+        attention_bias=pick.random() < 0.5,
+        head_bias=pick.random() < 0.5,
+        norm_eps=pick.choice([1e-5, 1e-6]),
+        rotary_fraction=pick.choice([0.25, 0.5, 1.0]),
+        rope_theta=pick.choice([1e4, 5e6]),
+        sliding=sliding,
+        sliding_window=pick.randint(2, 30) if any(sliding) else None,
+        max_positions=512,
+        eos_token=1,
+        dtype="float32",
+    )
 
 
 def write_random(folder: Path, architecture: Architecture) -> Path:

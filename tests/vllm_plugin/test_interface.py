@@ -6,6 +6,7 @@ import shutil
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,18 +50,39 @@ def test_changes_are_seen(sources: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_entry_point_registers_the_model() -> None:
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plugin logs from here on."""
     from vllm import ModelRegistry
 
+    assert ModelRegistry  # loaded with loggers of its own
+    lines: list[str] = []
+
+    def info(text: str, *values: object) -> None:
+        lines.append(text % values)
+
+    monkeypatch.setattr("vllm.logger.init_logger", lambda _: SimpleNamespace(info=info))
+    return lines
+
+
+def test_the_entry_point_registers_the_model(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    from vllm import ModelRegistry
+
+    import zaya_tools.vllm_plugin as plugin
+
+    monkeypatch.setattr(plugin, "_ours", False)
+    monkeypatch.setattr(ModelRegistry, "models", {k: v for k, v in ModelRegistry.models.items() if k != ARCHITECTURE})
     (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.value.startswith("zaya_tools")]
     assert found.load() is register
     register()
     register()
     entry = ModelRegistry.models[ARCHITECTURE]
     assert f"{entry.module_name}:{entry.class_name}" == MODEL
+    (line,) = log
+    assert "ZayaForCausalLM comes from zaya-tools" in line
 
 
-def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     from vllm import ModelRegistry
 
     import zaya_tools.vllm_plugin as plugin
@@ -71,3 +93,5 @@ def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     assert ModelRegistry.models[ARCHITECTURE].module_name == "vllm.model_executor.models.zaya"
     assert not plugin._ours
+    (line,) = log
+    assert "has its own ZayaForCausalLM" in line

@@ -14,7 +14,7 @@ from zaya_tools.architecture import Architecture
 from zaya_tools.evaluation.vllm_engine import serve
 from zaya_tools.evaluation.windows import cut
 
-from .engine import BASE, GEOMETRIES, Answer, ask, model_of, prompts_of, running, write_random
+from .engine import BASE, GEOMETRIES, Answer, ask, drawn, model_of, prompts_of, running, write_random
 
 pytestmark = pytest.mark.vllm
 
@@ -39,6 +39,24 @@ def test_batches_of_chunks_and_decodes(tmp_path: Path, name: str) -> None:
     with running(write_random(tmp_path, architecture)) as llm:
         assert type(model_of(llm)).__module__ == "zaya_tools.vllm_plugin.model"
         same(ask(llm, prompts_of(architecture, *LENGTHS), NEW), architecture)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_geometries(tmp_path: Path, seed: int) -> None:
+    architecture = drawn(seed)
+    with running(write_random(tmp_path, architecture)) as llm:
+        same(ask(llm, prompts_of(architecture, *LENGTHS), NEW), architecture)
+
+
+def test_preempted_requests_start_again(tmp_path: Path) -> None:
+    """Memory for two requests of four: what a preempted one left in its slot is not its state when it resumes."""
+    settings: dict[str, Any] = {
+        "num_gpu_blocks_override": 6, "max_num_batched_tokens": 256, "disable_log_stats": False,
+    }  # fmt: skip
+    with running(write_random(tmp_path, BASE), **settings) as llm:
+        same(ask(llm, prompts_of(BASE, 50, 50, 50, 50), 150, score_prompts=False), BASE)
+        (preemptions,) = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    assert preemptions > 0
 
 
 @pytest.mark.parametrize("name", ["history 5", "sliding"])

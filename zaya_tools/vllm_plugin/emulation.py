@@ -62,6 +62,12 @@ class Form:
         """(dtype, shape) by suffix of the share. LayoutError where a cut would go through a group or a packed word."""
         if (self.rows, self.columns)[self.axis] % self.ranks:
             raise LayoutError(f"{self.ranks} ranks do not divide a matrix of {self.rows} x {self.columns}")
+        for step in self._steps() if self.ranks > 1 else ():
+            if self.shape[self.axis] % step:
+                raise LayoutError(
+                    f"{self.ranks} ranks would cut a matrix of {self.rows} x {self.columns} through groups of {step}",
+                    "use fewer ranks, or --enable-expert-parallel",
+                )
         cut = self._stored(*self.shape)
         result = {}
         for suffix, (dtype, shape) in self._stored(self.rows, self.columns).items():
@@ -70,6 +76,16 @@ class Form:
                 raise LayoutError(f"{suffix} {list(shape)} cannot be cut for {self.ranks} ranks")
             result[suffix] = (TORCH[dtype], part)
         return result
+
+    def _steps(self) -> list[int]:
+        """Lengths along the axis that is cut of what is quantized together, weights and activations."""
+        if self.decoder is None:
+            return []
+        weights, inputs = self.decoder.scheme.weights, self.decoder.scheme.input_activations
+        steps = [weights.block_structure[self.axis]] if weights.block_structure else []
+        if self.axis:
+            steps += [args.group_size for args in (weights, inputs) if args is not None and args.group_size]
+        return [step for step in steps if step > 0]
 
     def cut(self, suffix: str, tensor: Tensor) -> Tensor:
         """This rank's share of a stored tensor of the scheme's shape; a single number may be a scalar."""

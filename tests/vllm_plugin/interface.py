@@ -68,7 +68,7 @@ FIELDS = {
     ("forward_context.py", "ForwardContext"): ("no_compile_layers", "attn_metadata"),
     ("config/compilation.py", "CompilationConfig"): ("static_forward_context", "splitting_ops"),
     ("config/parallel.py", "ParallelConfig"): (
-        "pipeline_parallel_size", "enable_eplb", "enable_ep_weight_filter",
+        "pipeline_parallel_size", "enable_dbo", "enable_eplb", "enable_ep_weight_filter",
     ),
     ("config/vllm.py", "VllmConfig"): (
         "model_config", "cache_config", "parallel_config", "compilation_config", "quant_config", "lora_config",

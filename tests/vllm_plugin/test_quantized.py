@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ EMULATED_LINEAR = {"FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16
 """Presets whose linear layers no CPU kernel takes in float32."""
 
 
-def typical_gap(folder: Path, dtype: str = "float32") -> float:
+def typical_gap(folder: Path, dtype: str = "float32", **settings: Any) -> float:
     """The median difference to the block-by-block engine: rounding flips a router now and then, which gives a tail."""
-    with running(folder, dtype=dtype) as llm:
+    with running(folder, dtype=dtype, **settings) as llm:
         answers = ask(llm, prompts_of(SMALL, *LENGTHS))
     model = streaming(folder, getattr(torch, dtype))
     gaps = torch.cat([answer.gap(model)[0] for answer in answers])
@@ -61,6 +62,13 @@ def test_stacked_experts(tmp_path: Path, preset: str) -> None:
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W4A16", "W8A8"])
 def test_bfloat16(tmp_path: Path, preset: str) -> None:
     assert typical_gap(write_quantized(tmp_path, preset, architecture=SMALL), "bfloat16") < 0.05
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "FP8_DYNAMIC"])
+def test_compiled(tmp_path: Path, preset: str) -> None:
+    """The compiler sees neither what is emulated nor, on a CPU, an opaque layer of experts."""
+    folder = write_quantized(tmp_path, preset, architecture=SMALL)
+    assert typical_gap(folder, enforce_eager=False) < 1e-5
 
 
 def test_experts_alone_with_a_target_pattern(tmp_path: Path) -> None:

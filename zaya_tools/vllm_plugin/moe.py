@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import Library
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEFactory,
     FusedMoEMethodBase,
@@ -16,6 +18,7 @@ from vllm.model_executor.layers.fused_moe import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.model.experts import run_experts
@@ -211,6 +214,12 @@ class EmulatedExperts(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Output [rows, hidden] of this rank's experts, zero for tokens that go elsewhere."""
+        # On CPUs vLLM lets the compiler into its experts, which cannot follow what is decided by tokens there.
+        out: Tensor = torch.ops.zaya.stored_experts(x, topk_weights, topk_ids, self.prefix)
+        return out
+
+    def compute(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """What `apply` gives, out of the compiler's sight."""
         assert self._experts is not None
         choice = topk_ids[:, 0].long()
         if layer.expert_map is not None:
@@ -218,3 +227,17 @@ class EmulatedExperts(FusedMoEMethodBase):
         elsewhere = choice < 0
         routing = Routing(choice.masked_fill(elsewhere, layer.local_num_experts), topk_weights[:, 0])
         return run_experts(x, routing, self._experts, layer.local_num_experts)
+
+
+def _stored_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: str) -> Tensor:
+    experts = get_forward_context().no_compile_layers[layer].routed_experts
+    out: Tensor = experts.quant_method.compute(experts, x, topk_weights, topk_ids)
+    return out
+
+
+def _stored_experts_fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+_library = Library("zaya", "FRAGMENT")  # type: ignore[no-untyped-call]
+direct_register_custom_op("stored_experts", _stored_experts, fake_impl=_stored_experts_fake, target_lib=_library)

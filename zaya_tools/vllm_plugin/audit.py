@@ -32,7 +32,9 @@ class Headers:
         if name in self.tensors:
             raise LayoutError(f"{name} is stored twice", HINT)
         shape = tuple(tensor.shape)
-        self.tensors[name] = TensorInfo(name, NAMES[tensor.dtype], shape, _NOWHERE, 0, tensor.nbytes)
+        self.tensors[name] = TensorInfo(
+            name, NAMES.get(tensor.dtype, str(tensor.dtype)), shape, _NOWHERE, 0, tensor.nbytes
+        )
 
     def check(self) -> set[str]:
         """The suffixes of quantization tensors that are stored.

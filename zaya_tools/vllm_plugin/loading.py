@@ -63,25 +63,26 @@ class _Loading:
             prefix, _, matrix, suffix = stack.groups()
             self._stack(name, prefix, matrix, suffix, tensor)
         elif mixing:
-            module: Any = self.modules[mixing[1]]
+            module: Any = self.modules.get(mixing[1])
             known: list[bool] = []
-            self.put((name, "", -1), name, lambda: known.append(module.load(mixing[2], tensor)))
-            if known == [False]:
-                self.problems.append(f"{name} has no place in the model")
+            if module is not None:
+                self.put((name, "", -1), name, lambda: known.append(module.load(mixing[2], tensor)))
+            if module is None or known == [False]:
+                self._no_place(name)
         else:
             self._dense(name, tensor)
-            if name.endswith(_DELAYED_BIAS):
-                zero = self.parameters[name.replace("v_proj_delayed.bias", "delayed_zero")]
-                self.put(
-                    (name.replace("v_proj_delayed.bias", "delayed_zero"), "", -1), name, lambda: take(zero, tensor)
-                )
+            zero = name.replace("v_proj_delayed.bias", "delayed_zero")
+            if name.endswith(_DELAYED_BIAS) and zero in self.parameters:
+                self.put((zero, "", -1), name, lambda: take(self.parameters[zero], tensor))
+
+    def _no_place(self, name: str) -> None:
+        self.problems.append(f"{name} has no place in the model as its config describes it")
 
     def _dense(self, name: str, tensor: Tensor) -> None:
         parameter = self.parameters.get(name)
         if parameter is None:
-            if name.endswith(".weight_shape"):  # the shape is known, only some kernels ask for it
-                return
-            self.problems.append(f"{name} has no place in the model as its config describes it")
+            if not name.endswith(".weight_shape"):  # the shape is known, only some kernels ask for it
+                self._no_place(name)
             return
         loader = getattr(parameter, "weight_loader", take)
         self.put((name, "", -1), name, lambda: loader(parameter, tensor))
@@ -92,7 +93,7 @@ class _Loading:
         parameter: Any = self.parameters.get(place)
         if parameter is None:
             if suffix != "weight_shape":
-                self.problems.append(f"{name} has no place in the model as its config describes it")
+                self._no_place(name)
             return
         held: list[bool] = []
         # vLLM's loaders tell scales from weights by the parameter's name.
@@ -104,7 +105,10 @@ class _Loading:
     def _stack(self, name: str, prefix: str, matrix: str, suffix: str | None, tensor: Tensor) -> None:
         if suffix == "weight_shape":
             return
-        layer: Any = self.modules[f"{prefix}.routed_experts"]
+        layer: Any = self.modules.get(f"{prefix}.routed_experts")
+        if layer is None:
+            self._no_place(name)
+            return
         experts = layer.global_num_experts
         if suffix is None:
             # Stacks of packed values keep the plain name.

@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
 
-from zaya_tools.model.block import run_sequences
+from zaya_tools.architecture import Architecture
+from zaya_tools.model.block import Block, run_sequences
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.rotary import rotaries
 from zaya_tools.model.weights import Weights
@@ -76,36 +77,69 @@ class Layer:
     weight: Tensor
 
 
+class Computing(Protocol):
+    """What a stream has to know of the weights: the geometry, and where and in what it computes."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """The geometry as run."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+
+class Stream:
+    """The states of a set of sequences on their way through the blocks, one block at a time.
+
+    Token ids [sequences, tokens] int64 are embedded at once. `hidden` [sequences, tokens, hidden] float32 and
+    `carried` [sequences, tokens, router width] of the compute dtype are what the last block run left; past `budget`
+    bytes they live in a temporary file.
+    """
+
+    def __init__(self, weights: Computing, ends: Ends, ids: Tensor, *, budget: int = BUDGET) -> None:
+        a = weights.architecture
+        sequences, tokens = ids.shape
+        self.architecture, self.device = a, weights.device
+        held = sequences * tokens * (4 * a.hidden_size + weights.dtype.itemsize * a.router_width)
+        self.hidden = States((sequences, tokens, a.hidden_size), torch.float32, held <= budget)
+        self.carried = States((sequences, tokens, a.router_width), weights.dtype, held <= budget)
+        self.step = max(1, TOKENS // tokens)
+        for start in range(0, sequences, self.step):
+            self.hidden.write(start, ends.embed(ids[start : start + self.step].to(self.device)))
+        self._tables = rotaries(a, torch.arange(tokens, device=self.device))
+
+    def run(self, index: int, block: Block, *, keep: bool = True) -> Layer:
+        """Run block `index` over all sequences; without `keep` the states stay as they are, ready for another run."""
+        sequences, tokens, _ = self.hidden.shape
+        choice = torch.empty((sequences, tokens), dtype=torch.int16)
+        weight = torch.empty((sequences, tokens), dtype=torch.float32)
+        for start in range(0, sequences, self.step):
+            stop = min(start + self.step, sequences)
+            before = self.carried.read(start, stop).to(self.device) if index else None
+            with torch.inference_mode():
+                rotary = self._tables[self.architecture.sliding[index]]
+                out = run_sequences(self.hidden.read(start, stop).to(self.device), before, block, rotary)
+            if keep:
+                self.hidden.write(start, out.hidden)
+                self.carried.write(start, out.router_states)
+            choice[start:stop] = out.routing.choice.to("cpu", torch.int16)
+            weight[start:stop] = out.routing.weight.cpu()
+        return Layer(index, self.hidden, choice, weight)
+
+
 def stream(weights: Weights, ends: Ends, ids: Tensor, *, budget: int = BUDGET) -> Iterator[Layer]:
     """Run token ids [sequences, tokens] int64 through the blocks, yielding after each.
 
     The first yield has index -1 and is the embedding, with empty routing. Past `budget` bytes, states live in a
     temporary file.
     """
-    a = weights.architecture
-    sequences, tokens = ids.shape
-    held = sequences * tokens * (4 * a.hidden_size + weights.dtype.itemsize * a.router_width)
-    hidden = States((sequences, tokens, a.hidden_size), torch.float32, held <= budget)
-    carried = States((sequences, tokens, a.router_width), weights.dtype, held <= budget)
-    step = max(1, TOKENS // tokens)
-    for start in range(0, sequences, step):
-        hidden.write(start, ends.embed(ids[start : start + step].to(weights.device)))
-    nothing = torch.empty((sequences, 0))
-    yield Layer(-1, hidden, nothing.to(torch.int16), nothing)
-
-    tables = rotaries(a, torch.arange(tokens, device=weights.device))
+    states = Stream(weights, ends, ids, budget=budget)
+    nothing = torch.empty((len(ids), 0))
+    yield Layer(-1, states.hidden, nothing.to(torch.int16), nothing)
     for index, block in enumerate(weights):
-        choice = torch.empty((sequences, tokens), dtype=torch.int16)
-        weight = torch.empty((sequences, tokens), dtype=torch.float32)
-        for start in range(0, sequences, step):
-            stop = min(start + step, sequences)
-            before = carried.read(start, stop).to(weights.device) if index else None
-            with torch.inference_mode():
-                out = run_sequences(
-                    hidden.read(start, stop).to(weights.device), before, block, tables[a.sliding[index]]
-                )
-            hidden.write(start, out.hidden)
-            carried.write(start, out.router_states)
-            choice[start:stop] = out.routing.choice.to("cpu", torch.int16)
-            weight[start:stop] = out.routing.weight.cpu()
-        yield Layer(index, hidden, choice, weight)
+        yield states.run(index, block)

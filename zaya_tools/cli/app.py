@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zaya_tools import __version__
-from zaya_tools.cli import convert, demo, errors, inspect, quantize, recipe, validate
+from zaya_tools.cli import calibrate, convert, demo, errors, inspect, quantize, recipe, validate
 
 app = typer.Typer(
     name="zaya",
@@ -39,6 +39,7 @@ def _main(
 app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(quantize.quantize)
+app.command()(calibrate.calibrate)
 app.add_typer(recipe.app, name="recipe")
 app.command()(validate.validate)
 app.command()(demo.demo)

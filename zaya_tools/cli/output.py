@@ -121,3 +121,20 @@ class Output:
         with Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.advance(task, done)
+
+    @contextmanager
+    def counting(self, label: str) -> Iterator[Callable[[int, int, str], None]]:
+        """Yield a function that takes (steps done, steps in all, what was seen); a bar where stderr is a terminal."""
+        if not self._err.is_terminal:
+            yield lambda _, __, ___: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(label, total=None)
+
+            def step(done: int, total: int, seen: str) -> None:
+                bar.update(task, completed=done, total=total, description=visible(seen))
+
+            yield step

@@ -29,8 +29,16 @@ class DenseExperts:
 
     def __call__(self, expert: int, rows: Tensor) -> Tensor:
         """Give down(silu(gate x) * up x)."""
+        return self.outer(expert, self.inner(expert, rows))
+
+    def inner(self, expert: int, rows: Tensor) -> Tensor:
+        """Give silu(gate x) * up x [rows, width]."""
         gate, up = F.linear(rows, self.gate_up[expert].to(rows.dtype)).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), self.down[expert].to(rows.dtype))
+        return F.silu(gate).mul_(up)
+
+    def outer(self, expert: int, inner: Tensor) -> Tensor:
+        """Give down(inner) [rows, hidden]."""
+        return F.linear(inner, self.down[expert].to(inner.dtype))
 
 
 def run_experts(x: Tensor, routing: Routing, experts: ExpertFunction, count: int) -> Tensor:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import IO, Protocol
 
 import torch
@@ -26,6 +27,7 @@ BUDGET = 10**9
 """Bytes of states that are kept in memory before they go to disk."""
 TOKENS = 4096
 """Tokens that a block works on at a time: enough to use each expert's weights well."""
+_COPIED = 2**26
 
 
 class States:
@@ -61,6 +63,25 @@ class States:
         done = 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], start * self._stride + done)
+
+    def save(self, file: Path) -> None:
+        """Write everything to a file, which is on disk when this returns."""
+        step = max(1, _COPIED // self._stride)
+        with file.open("wb") as stream:
+            for start in range(0, self.shape[0], step):
+                rows = self.read(start, min(start + step, self.shape[0]))
+                stream.write(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def load(self, file: Path) -> None:
+        """Take everything from a file that `save` wrote for this shape and dtype."""
+        step = max(1, _COPIED // self._stride)
+        with file.open("rb") as stream:
+            for start in range(0, self.shape[0], step):
+                stop = min(start + step, self.shape[0])
+                data = bytearray(stream.read((stop - start) * self._stride))
+                self.write(start, torch.frombuffer(data, dtype=self.dtype).view(stop - start, *self.shape[1:]))
 
 
 @dataclass(frozen=True)

@@ -127,13 +127,15 @@ class Weights:
         """All blocks, each in memory of its own."""
         return tuple(self._block(index, _Buffers(), cast=True) for index in range(self.found.architecture.blocks))
 
-    def blocks(self) -> Iterator[Block]:
-        """Every block in order. A block is valid until the next but one is asked for: its memory is used again."""
+    def blocks(self, first: int = 0) -> Iterator[Block]:
+        """Every block from `first` on, each valid until the next but one is asked for: its memory is used again."""
         sets = (_Buffers(), _Buffers())
         count = self.found.architecture.blocks
+        if first >= count:
+            return
         with ThreadPoolExecutor(max_workers=1) as reader:
-            ahead: Future[Block] | None = reader.submit(self._block, 0, sets[0])
-            for index in range(count):
+            ahead: Future[Block] | None = reader.submit(self._block, first, sets[first % 2])
+            for index in range(first, count):
                 assert ahead is not None
                 block = ahead.result()
                 following = index + 1

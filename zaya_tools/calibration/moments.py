@@ -1,0 +1,86 @@
+"""What is kept of the activations that go into one linear layer, or into the same layer of every expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zaya_tools.errors import NonFiniteError
+
+OCTAVES = (-24, 16)
+STEPS = 16
+BINS = (OCTAVES[1] - OCTAVES[0]) * STEPS
+"""Bins of the histogram of magnitudes: 16 an octave from 2**-24 to 2**16, the outermost ones open."""
+_COUNTED = 256
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Figures of `parts` layers of `width` inputs: of each expert, or of the one layer that there is.
+
+    `tokens` int64 [parts]; `amax` float32 [parts], the largest magnitude; per input channel [parts, width] float32:
+    `channel_amax`, `second_moment` (mean of squares) and `mean_abs`; `histogram` int64 [parts, BINS] counts magnitudes
+    of some of the tokens. All are zero for a layer that no token reached.
+    """
+
+    tokens: Tensor
+    amax: Tensor
+    channel_amax: Tensor
+    second_moment: Tensor
+    mean_abs: Tensor
+    histogram: Tensor
+
+    def percentile(self, part: int, percent: float) -> float:
+        """The magnitude that `percent` of a layer's inputs stay below, to a bin's width (4 %); 0 without tokens."""
+        counts = self.histogram[part].double().cumsum(0)
+        if not counts[-1]:
+            return 0.0
+        place = int(torch.searchsorted(counts, counts[-1] * percent / 100).clamp(max=BINS - 1))
+        largest = float(self.amax[part])
+        return largest if place == BINS - 1 else min(2.0 ** (OCTAVES[0] + (place + 1) / STEPS), largest)
+
+
+class Gathering:
+    """Moments while tokens come in. Sums are float64, so that their order hardly matters."""
+
+    def __init__(self, name: str, parts: int, width: int, device: torch.device) -> None:
+        self.name, self.parts = name, parts
+        self._tokens = [0] * parts
+        self._amax = torch.zeros(parts, width, device=device)
+        self._squares = torch.zeros(parts, width, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(parts, width, dtype=torch.float64, device=device)
+        self._histogram = torch.zeros(parts, BINS, dtype=torch.int64, device=device)
+
+    def add(self, part: int, rows: Tensor) -> None:
+        """Take activations [rows, width] of any floating dtype; NonFiniteError where one is NaN or infinite."""
+        size = rows.detach().float().abs()
+        largest = size.amax(0)
+        if not bool(largest.sum().isfinite()):
+            which = f", expert {part}" if self.parts > 1 else ""
+            raise NonFiniteError(
+                f"{self.name}{which}: activations are NaN or infinite",
+                "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
+            )
+        self._tokens[part] += len(rows)
+        torch.maximum(self._amax[part], largest, out=self._amax[part])
+        self._sums[part] += size.sum(0)
+        # Evenly spaced rows are plenty for percentiles, and counting is the slowest part by far.
+        some = size[:: max(1, len(size) // _COUNTED)]
+        bins = some.clamp(2.0 ** OCTAVES[0], 2.0 ** OCTAVES[1]).log2_().sub_(OCTAVES[0]).mul_(STEPS).long()
+        self._histogram[part] += torch.bincount(bins.flatten().clamp_(max=BINS - 1), minlength=BINS)
+        self._squares[part] += size.square_().sum(0)
+
+    def moments(self) -> Moments:
+        """The figures so far, on the CPU."""
+        count = torch.tensor(self._tokens, dtype=torch.int64)
+        each = count.clamp_min(1)[:, None].double()
+        return Moments(
+            tokens=count,
+            amax=self._amax.amax(1).cpu(),
+            channel_amax=self._amax.cpu(),
+            second_moment=(self._squares.cpu() / each).float(),
+            mean_abs=(self._sums.cpu() / each).float(),
+            histogram=self._histogram.cpu(),
+        )

@@ -30,5 +30,5 @@ def test_too_few_tokens_for_an_expert_fail_after_everything_is_written(zaya: Zay
 
 def test_a_picture_of_no_known_kind_is_wrong_use_before_any_work(zaya: Zaya, tmp_path: Path) -> None:
     found = zaya("calibrate", TINY, "-o", tmp_path / "stats", *QUICK, "--plot", tmp_path / "plot.gif")
-    assert found.error() == ("error: plot.gif has no ending of a picture", "hint: choose .svg or .html")
+    assert found.error() == ("plot.gif has no ending of a picture", "choose .svg or .html")
     assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,15 @@ STEPS = 16
 BINS = (OCTAVES[1] - OCTAVES[0]) * STEPS
 """Bins of the histogram of magnitudes: 16 an octave from 2**-24 to 2**16, the outermost ones open."""
 _COUNTED = 256
+RANK = 32
+"""Directions of the sketch of an input's second moments."""
+
+
+def directions(width: int) -> Tensor:
+    """The fixed signs [width, RANK], float32, that second moments are multiplied by: the same on every machine."""
+    words = np.random.PCG64(width).random_raw(-(-width * RANK // 64))
+    bits = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little")[: width * RANK]
+    return torch.from_numpy(bits.astype(np.float32) * 2 - 1).view(width, RANK)
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,8 @@ class Moments:
 
     `tokens` int64 [parts]; `amax` float32 [parts], the largest magnitude; per input channel [parts, width] float32:
     `channel_amax`, `second_moment` (mean of squares) and `mean_abs`; `histogram` int64 [parts, BINS] counts magnitudes
-    of some of the tokens. All are zero for a layer that no token reached.
+    of some of the tokens; `sketch` float32 [parts, width, RANK] is the mean of x x^T times `directions`, from which the
+    strongest part of x x^T can be had back. All are zero for a layer that no token reached.
     """
 
     tokens: Tensor
@@ -31,6 +42,7 @@ class Moments:
     second_moment: Tensor
     mean_abs: Tensor
     histogram: Tensor
+    sketch: Tensor
 
     def percentile(self, part: int, percent: float) -> float:
         """The magnitude that `percent` of a layer's inputs stay below, to a bin's width (4 %); 0 without tokens."""
@@ -52,10 +64,13 @@ class Gathering:
         self._squares = torch.zeros(parts, width, dtype=torch.float64, device=device)
         self._sums = torch.zeros(parts, width, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(parts, BINS, dtype=torch.int64, device=device)
+        self._directions = directions(width).to(device)
+        self._sketch = torch.zeros(parts, width, RANK, dtype=torch.float64, device=device)
 
     def add(self, part: int, rows: Tensor) -> None:
         """Take activations [rows, width] of any floating dtype; NonFiniteError where one is NaN or infinite."""
-        size = rows.detach().float().abs()
+        values = rows.detach().float()
+        size = values.abs()
         largest = size.amax(0)
         if not bool(largest.sum().isfinite()):
             which = f", expert {part}" if self.parts > 1 else ""
@@ -71,6 +86,7 @@ class Gathering:
         bins = some.clamp(2.0 ** OCTAVES[0], 2.0 ** OCTAVES[1]).log2_().sub_(OCTAVES[0]).mul_(STEPS).long()
         self._histogram[part] += torch.bincount(bins.flatten().clamp_(max=BINS - 1), minlength=BINS)
         self._squares[part] += size.square_().sum(0)
+        self._sketch[part] += values.T @ (values @ self._directions)
 
     def moments(self) -> Moments:
         """The figures so far, on the CPU."""
@@ -83,4 +99,5 @@ class Gathering:
             second_moment=(self._squares.cpu() / each).float(),
             mean_abs=(self._sums.cpu() / each).float(),
             histogram=self._histogram.cpu(),
+            sketch=(self._sketch.cpu() / each[:, :, None]).float(),
         )

@@ -19,7 +19,7 @@ from zaya_tools.calibration.balance import choose
 from zaya_tools.calibration.data import Choice, Sample, sample
 from zaya_tools.calibration.identity import identity
 from zaya_tools.calibration.moments import Moments
-from zaya_tools.calibration.observing import Observer, sites
+from zaya_tools.calibration.observing import Observer
 from zaya_tools.calibration.statistics import BlockCoverage, Statistics, moments_of, save, tensors
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
 from zaya_tools.checkpoint.destination import settle
@@ -103,7 +103,7 @@ def calibrate(
     options = {**asdict(wanted.choice), "balance": wanted.balance, "dtype": wanted.dtype}
     stamp = _fingerprint(weights, drawn, {**options, "device": weights.device.type})
     with open_workspace(file, stamp, resume=resume, force=force, every=wanted.every) as space:
-        run = _Run(weights, weights.ends(), space, wanted.budget, report or (lambda _: None))
+        run = Pass(weights, weights.ends(), space, wanted.budget, report or (lambda _: None))
         ids = run.balanced(drawn, wanted.choice.samples) if wanted.balance else drawn.ids
         moments, blocks = run.measure(ids)
         facts = {
@@ -142,7 +142,9 @@ def _fingerprint(weights: Weights, drawn: Sample, options: dict[str, Any]) -> st
 
 
 @dataclass(frozen=True)
-class _Run:
+class Pass:
+    """Passes over the blocks that keep in `space` what they need to go on after an interruption."""
+
     weights: Weights
     ends: Ends
     space: Workspace
@@ -182,8 +184,7 @@ class _Run:
         moments: dict[str, Moments] = {}
         blocks: list[BlockCoverage] = []
         for index in range(done + 1):
-            rows = {p.name: p for site in sites(a, index) for p in site}
-            moments |= moments_of(self.space.read_tensors(f"block-measured-{index}"), rows)
+            moments |= moments_of(self.space.read_tensors(f"block-measured-{index}"), a, (index,))
             record = self.space.read(f"block-measured-{index}.json")
             assert record is not None
             record["expert_tokens"] = tuple(record["expert_tokens"])
@@ -196,7 +197,7 @@ class _Run:
             check_finite(states, index)
             own = observer.moments()
             moments |= own
-            self.space.write_tensors(f"block-measured-{index}", tensors(own))
+            self.space.write_tensors(f"block-measured-{index}", tensors(own, a, (index,)))
             coverage = self._done("measuring", states, layer, observer.entropy, time.monotonic() - started)
             blocks.append(coverage)
         return moments, tuple(blocks)

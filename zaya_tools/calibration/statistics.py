@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.calibration.moments import Moments
+from zaya_tools.calibration.moments import RANK, Moments
+from zaya_tools.calibration.observing import sites
 from zaya_tools.checkpoint.source import read_json
 from zaya_tools.errors import SourceError, ZayaError
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
-from zaya_tools.parameters import Parameter, parameters
+from zaya_tools.parameters import Parameter, Role, parameters
 
 FORMAT = 1
 PERCENTILES = (99.0, 99.9, 99.99)
@@ -98,21 +99,28 @@ def modules(moments: Mapping[str, Moments], architecture: Architecture) -> dict[
     return found
 
 
-def tensors(moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Moments as tensors to store, each under its parameter's name and its own."""
-    # Cloned: parameters that share an input share its moments, which the file format does not do.
+def tensors(moments: Mapping[str, Moments], architecture: Architecture, blocks: Iterable[int]) -> dict[str, Tensor]:
+    """The moments of some blocks as tensors to store, under the name of the first parameter with this input."""
     return {
-        f"{name.removesuffix('.weight')}.{kind}": getattr(held, kind).clone().contiguous()
-        for name, held in moments.items()
+        f"{_stem(site[0])}.{kind}": getattr(moments[site[0].name], kind).contiguous()
+        for block in blocks
+        for site in sites(architecture, block)
         for kind in _KINDS
     }
 
 
-def moments_of(stored: Mapping[str, Tensor], wanted: Mapping[str, Parameter]) -> dict[str, Moments]:
-    """The moments of these parameters out of stored tensors; KeyError where one is not there."""
-    return {
-        name: Moments(**{kind: stored[f"{name.removesuffix('.weight')}.{kind}"] for kind in _KINDS}) for name in wanted
-    }
+def moments_of(stored: Mapping[str, Tensor], architecture: Architecture, blocks: Iterable[int]) -> dict[str, Moments]:
+    """The moments of some blocks, by parameter name, out of stored tensors; KeyError where one is not there."""
+    found: dict[str, Moments] = {}
+    for block in blocks:
+        for site in sites(architecture, block):
+            held = Moments(**{kind: stored[f"{_stem(site[0])}.{kind}"] for kind in _KINDS})
+            found |= dict.fromkeys((parameter.name for parameter in site), held)
+    return found
+
+
+def _stem(parameter: Parameter) -> str:
+    return parameter.name.removesuffix(".weight")
 
 
 def json_file(file: Path) -> Path:
@@ -126,7 +134,8 @@ def save(statistics: Statistics, architecture: Architecture, file: Path) -> None
 
     content = json.dumps(statistics.document(architecture), indent=1).encode() + b"\n"
     unfinished = file.with_name(f".{file.name}.unfinished")
-    save_file(tensors(statistics.moments), unfinished, {"format": "pt"})
+    everything = tensors(statistics.moments, architecture, range(architecture.blocks))
+    save_file(everything, unfinished, {"format": "pt"})
     _publish(unfinished, file)
     target = json_file(file)
     unfinished = target.with_name(f".{target.name}.unfinished")
@@ -157,12 +166,13 @@ def load(file: Path, architecture: Architecture, expected_identity: str | None =
     try:
         stored = load_file(file)
         blocks = tuple(_coverage(entry) for entry in document["blocks"])
-        wanted = {p.name: p for p in parameters(architecture) if f"{p.name.removesuffix('.weight')}.amax" in stored}
-        moments = moments_of(stored, wanted)
+        if len(blocks) != architecture.blocks or any(len(b.expert_tokens) != architecture.experts for b in blocks):
+            raise _other(file)
+        moments = moments_of(stored, architecture, range(architecture.blocks))
         recorded = str(document["identity"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise SourceError(f"{file} cannot be read: {error}", "run `zaya calibrate` again") from error
-    _check(moments, blocks, architecture, file)
+    _check(moments, architecture, file)
     if expected_identity is not None and recorded != expected_identity:
         raise ZayaError(f"{file} is a calibration of another model", "calibrate the one that is quantized")
     known = ("format", "identity", "blocks", "starved", "modules")
@@ -175,19 +185,18 @@ def _coverage(entry: Mapping[str, Any]) -> BlockCoverage:
     return BlockCoverage(int(entry["block"]), tokens, int(entry["skipped_tokens"]), float(entry["router_entropy"]))
 
 
-def _check(
-    moments: Mapping[str, Moments], blocks: tuple[BlockCoverage, ...], architecture: Architecture, file: Path
-) -> None:
-    from zaya_tools.calibration.observing import sites
+def _other(file: Path) -> ZayaError:
+    return ZayaError(f"{file} is a calibration of a model of another shape", "calibrate the one that is quantized")
 
-    other = ZayaError(f"{file} is a calibration of a model of another shape", "calibrate the one that is quantized")
-    if len(blocks) != architecture.blocks or any(len(b.expert_tokens) != architecture.experts for b in blocks):
-        raise other
+
+def _check(moments: Mapping[str, Moments], architecture: Architecture, file: Path) -> None:
     for index in range(architecture.blocks):
-        for parameter in (p for site in sites(architecture, index) for p in site):
-            held = moments.get(parameter.name)
-            if held is None or held.second_moment.shape[-1] != parameter.shape[-1]:
-                raise other
-            for kind, values in asdict(held).items():
-                if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-                    raise SourceError(f"{file}: {kind} of {parameter.name} holds numbers that cannot be")
+        for site in sites(architecture, index):
+            held = moments[site[0].name]
+            parts = site[0].shape[0] if site[0].role is Role.EXPERT else 1
+            if held.second_moment.shape != (parts, site[0].shape[-1]) or held.sketch.shape[-1] != RANK:
+                raise _other(file)
+            for kind in _KINDS:
+                values = getattr(held, kind)
+                if not bool(torch.isfinite(values).all()) or (kind != "sketch" and bool((values < 0).any())):
+                    raise SourceError(f"{file}: {kind} of {site[0].name} holds numbers that cannot be")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.model.block import Block, run_sequences
+from zaya_tools.model.block import Block, BlockOutput, run_sequences
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.rotary import rotaries
 from zaya_tools.model.weights import Weights
@@ -139,18 +139,28 @@ class Stream:
         sequences, tokens, _ = self.hidden.shape
         choice = torch.empty((sequences, tokens), dtype=torch.int16)
         weight = torch.empty((sequences, tokens), dtype=torch.float32)
-        for start in range(0, sequences, self.step):
-            stop = min(start + self.step, sequences)
-            before = self.carried.read(start, stop).to(self.device) if index else None
-            with torch.inference_mode():
-                rotary = self._tables[self.architecture.sliding[index]]
-                out = run_sequences(self.hidden.read(start, stop).to(self.device), before, block, rotary)
+        for start, stop, run in self.chunks(index):
+            out = run(block)
             if keep:
                 self.hidden.write(start, out.hidden)
                 self.carried.write(start, out.router_states)
             choice[start:stop] = out.routing.choice.to("cpu", torch.int16)
             weight[start:stop] = out.routing.weight.cpu()
         return Layer(index, self.hidden, choice, weight)
+
+    def chunks(self, index: int) -> Iterator[tuple[int, int, Callable[[Block], BlockOutput]]]:
+        """(first sequence, last and one, a function that runs block `index` on them and keeps nothing), to the end."""
+        rotary = self._tables[self.architecture.sliding[index]]
+        for start in range(0, self.hidden.shape[0], self.step):
+            stop = min(start + self.step, self.hidden.shape[0])
+            hidden = self.hidden.read(start, stop).to(self.device)
+            before = self.carried.read(start, stop).to(self.device) if index else None
+
+            def run(block: Block, hidden: Tensor = hidden, before: Tensor | None = before) -> BlockOutput:
+                with torch.inference_mode():
+                    return run_sequences(hidden, before, block, rotary)
+
+            yield start, stop, run
 
 
 def stream(weights: Weights, ends: Ends, ids: Tensor, *, budget: int = BUDGET) -> Iterator[Layer]:

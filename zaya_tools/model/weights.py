@@ -142,6 +142,11 @@ class Weights:
                 ahead = reader.submit(self._block, following, sets[following % 2]) if following < count else None
                 yield block
 
+    def dense(self, index: int) -> dict[str, Tensor]:
+        """All tensors of an unquantized block by native local name, as stored, in memory of their own on the device."""
+        held = _Buffers()
+        return {p.local: self._dense(p, held).to(self.device) for p in self._rows[index]}
+
     def _dense(self, parameter: Parameter, buffers: _Buffers) -> Tensor:
         stored = [bound.tensor for bound in self.found.bound[parameter.name] if bound.tensor is not None]
         dtypes = {tensor.dtype for tensor in stored}

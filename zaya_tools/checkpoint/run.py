@@ -77,7 +77,7 @@ def execute(
     target = settle(destination)
     stamp = fingerprint(work.plan, work.source.headers, {"options": work.options, "config": work.config})
     recover(target)
-    if resume and _complete(target, work):
+    if resume and complete(target, work):
         discard_finished(target, stamp)
         return Converted(target, work, {}, already_complete=True)
     check_destination(target, work.source.folder, force)
@@ -119,7 +119,7 @@ def _side_file(file: Path) -> bytes:
         raise SourceError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
-def _complete(destination: Path, work: Conversion) -> bool:
+def complete(destination: Path, work: Conversion) -> bool:
     """Whether `destination` already is what this conversion would write: its manifest says so, and nothing is gone."""
     files = listed_files(destination)
     if not {shard.filename for shard in work.plan.shards} <= files.keys():

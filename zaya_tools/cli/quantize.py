@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,24 @@ def quantize(
     target_vllm: Annotated[
         str | None, typer.Option(metavar="VERSION", help="Write a config that this vLLM reads.", show_default=False)
     ] = None,
+    stats: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STATS", help="Statistics of `zaya calibrate`, for recipes that use them.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text for recipes that learn from it, as in `zaya calibrate`.", show_default=False),
+    ] = None,
+    field: Annotated[str, typer.Option(help="Field of jsonl, parquet and datasets with text or turns.")] = "text",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder with tokenizer.json and chat template.", show_default=False),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences of text to learn from.")] = 256,
+    context: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
+    seed: Annotated[int, typer.Option(help="Decides the order in which text is taken.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same kind.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier run of zaya wrote at DST.")] = False,
@@ -56,7 +75,9 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Quantize a ZAYA1 checkpoint for vLLM: experts and attention by a recipe, everything protected byte for byte."""
+    from zaya_tools.calibration.data import Choice
     from zaya_tools.checkpoint.destination import check_destination, settle
+    from zaya_tools.quantization.calibrated import Calibration, needs_calibration
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
 
@@ -84,10 +105,20 @@ def quantize(
 
         if reason := missing():
             out.warn(f"the fast kernels could not be built, torch is several times slower: {reason}")
-    with out.progress(f"quantizing to {work.recipe.name}", work.plan.read_bytes) as advance:
+    learning = needs_calibration(work)
+    if not learning and (stats or data):
+        out.warn(f"recipe {work.recipe.name} takes nothing from data: --stats and --data are not used")
+    choice = Choice(data, field, samples, context, seed) if data else None
+    calibration = Calibration(statistics=stats, choice=choice, tokenizer=tokenizer)
+    # Where blocks are worked on first, they are what takes the time.
+    with ExitStack() as stack:
+        step = stack.enter_context(out.counting("learning from inputs")) if learning else None
+        label = f"quantizing to {work.recipe.name}"
+        advance = None if learning else stack.enter_context(out.progress(label, work.plan.read_bytes))
         result = run(
             source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
-            planned=work,
+            planned=work, calibration=calibration,
+            report=(lambda stage: step(stage.block + 1, stage.blocks, stage.name)) if step else None,
         )  # fmt: skip
     measured = facts(result) if not result.already_complete else recorded(result.destination)
     out.document({

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zaya_tools.architecture import Architecture, native_config
 from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.conversion import check_biases, check_tied_head, plan_notes
+from zaya_tools.checkpoint.destination import check_destination, settle
 from zaya_tools.checkpoint.hub import locate
-from zaya_tools.checkpoint.plan import build_plan, parse_size
+from zaya_tools.checkpoint.plan import Shard, build_plan, parse_size
 from zaya_tools.checkpoint.pump import ShardDigest
-from zaya_tools.checkpoint.run import Advance, Conversion, Converted, Extras, execute
+from zaya_tools.checkpoint.run import Advance, Conversion, Converted, Extras, complete, execute
 from zaya_tools.checkpoint.sidefiles import side_files
 from zaya_tools.checkpoint.source import open_source
+from zaya_tools.checkpoint.writer import recover
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.layouts.match import match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
@@ -27,6 +29,9 @@ from zaya_tools.quantization.planning import QuantizedOutput, regrouping
 from zaya_tools.quantization.recipe import Recipe, load_recipe
 from zaya_tools.quantization.resolve import Resolved, resolve
 from zaya_tools.quantization.serving import quantization_config
+
+if TYPE_CHECKING:
+    from zaya_tools.quantization.calibrated import Calibration, Prepared, Report
 
 ExpertLayout = Literal["per-expert", "stacked"]
 CARD = "README.md"
@@ -137,16 +142,20 @@ def quantize(
     workers: int | None = None,
     advance: Advance | None = None,
     planned: Quantization | None = None,
+    calibration: Calibration | None = None,
+    report: Report | None = None,
 ) -> Converted:
     """Quantize a checkpoint to `destination`, which appears whole or not at all.
 
     Options as in `plan_quantization`, whose result may be given as `planned`; `device` is auto, cpu, cuda or cuda:N,
-    `workers` are threads (default: the cores and one more), `advance` is called with source bytes done. Raises a
-    ZayaError; after one, or after a kill, `resume=True` continues with the shards that were finished.
+    `workers` are threads (default: the cores and one more), `advance` is called with source bytes done. Recipes that
+    learn from inputs take them from `calibration`, and `report` is called after each block of theirs. Raises a
+    ZayaError; after one, or after a kill, `resume=True` continues with the shards, or blocks, that were finished.
     """
     import torch
 
     from zaya_tools.model.device import choose_device
+    from zaya_tools.quantization.calibrated import Calibration, learn, needs_calibration, prepared
     from zaya_tools.quantization.native import usable
     from zaya_tools.quantization.stream import write_quantized
 
@@ -160,17 +169,37 @@ def quantize(
     if work.resolved.schemes:
         usable(torch.empty(1, device=place))  # a wish for kernels that there are not ends the run before it begins
     threads = workers or (os.cpu_count() or 1) + 1
-    report = advance or (lambda _: None)
-    # A worker a core, each on its own: torch's own threads would only wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return execute(
-            work, destination, lambda shard, file: write_quantized(shard, file, threads, report, place),
-            resume=resume, force=force, advance=report, finish=lambda digests: _extras(work, digests),
-        )  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
+    moved = advance or (lambda _: None)
+
+    def write(work: Quantization, done: Prepared | None) -> Converted:
+        def one(shard: Shard, file: Path) -> ShardDigest:
+            made = write_quantized(done.shard(shard) if done else shard, file, threads, moved, place)
+            return done.digest(made, shard) if done else made
+
+        # A worker a core, each on its own: torch's own threads would only wait for each other.
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return execute(
+                work, destination, one, resume=resume, force=force, advance=moved,
+                finish=lambda digests: _extras(work, digests),
+            )  # fmt: skip
+        finally:
+            torch.set_num_threads(before)
+
+    if not needs_calibration(work):
+        return write(work, None)
+    given = calibration or Calibration()
+    learned = learn(work, given, place)
+    work = replace(work, options={**work.options, "calibration": dict(learned.record)})
+    target = settle(destination)
+    recover(target)
+    if resume and complete(target, work):
+        return write(work, None)
+    # Now, not after hours of work on the blocks.
+    check_destination(target, work.source.folder, force)
+    with prepared(work, target, learned, given, resume=resume, force=force, report=report) as done:
+        return write(work, done)
 
 
 def _extras(work: Quantization, digests: Mapping[str, ShardDigest]) -> Extras:

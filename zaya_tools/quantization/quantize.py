@@ -13,7 +13,7 @@ from zaya_tools.errors import ZayaError
 from zaya_tools.model.weights import TORCH
 from zaya_tools.quantization import native
 from zaya_tools.quantization.reference import quantize_rows
-from zaya_tools.quantization.scheme import Kind, Observer, Scheme
+from zaya_tools.quantization.scheme import INFORMED, Kind, Observer, Scheme
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _NV_REACH = 448.0 * 6.0  # the largest e4m3 scale times the largest e2m1 number
@@ -133,6 +133,8 @@ def quantize(
     contiguous tensors to write to, by suffix, instead of new ones. ZayaError for a dtype or a width that the scheme
     cannot have, ValueError for tensors in `out` of another form.
     """
+    if observer in INFORMED or not scheme.rows:
+        raise ZayaError(f"{scheme.name} by {observer} is not known from the weight alone", "it needs a calibration")
     if weight.dtype not in _NAMES:
         raise ZayaError(f"weights of type {weight.dtype} cannot be quantized", "bfloat16, float16 or float32 can")
     rows, columns = weight.shape

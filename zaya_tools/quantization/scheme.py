@@ -9,11 +9,19 @@ from typing import Literal
 
 from zaya_tools.dtypes import FLOATS
 
-Observer = Literal["minmax", "mse"]
+Observer = Literal["minmax", "mse", "imatrix", "gptq", "awq", "smooth"]
 MINMAX: Observer = "minmax"
 MSE: Observer = "mse"
-OBSERVERS = (MINMAX, MSE)
-"""How a scale is found: from the largest magnitude, or by searching for the clipping of least squared error."""
+IMATRIX: Observer = "imatrix"
+GPTQ: Observer = "gptq"
+AWQ: Observer = "awq"
+SMOOTH: Observer = "smooth"
+INFORMED = (IMATRIX, GPTQ, AWQ, SMOOTH)
+"""Observers that need to know a layer's inputs."""
+OBSERVERS = (MINMAX, MSE, *INFORMED)
+"""How a scale is found: from the largest magnitude, or by searching for the clipping of least squared error; or by what
+the error does to a layer's output, as a calibration's statistics know it (imatrix) or the inputs themselves (gptq),
+after moving magnitudes between layers to where they cost weights (awq) or activations (smooth) least."""
 
 
 class Kind(StrEnum):
@@ -32,6 +40,13 @@ class Activations(StrEnum):
     NONE = "none"
     TOKEN = "token"
     GROUP = "group"
+    TENSOR = "tensor"
+    LOCAL = "tensor_group"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a number stored beside the weight, known from data alone, goes into it."""
+        return self in (Activations.TENSOR, Activations.LOCAL)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,8 @@ class Stored:
 class Scheme:
     """How a matrix [rows, columns] is stored.
 
-    A scale belongs to `rows` x `columns` neighbouring elements; `columns` 0 is the whole row. `format` is the name of
+    A scale belongs to `rows` x `columns` neighbouring elements; `columns` 0 is the whole row, `rows` 0 the whole matrix
+    and what a kernel fuses with it. `format` is the name of
     compressed-tensors' compressor. `shared` says that matrices which a kernel fuses (an expert's gate and up) need
     one global scale.
     """
@@ -76,7 +92,15 @@ class Scheme:
         Scales have the dtype of the weight they belong to (as compressed-tensors makes them), except where the format
         has a type of its own.
         """
-        grid = (ceil(rows / self.rows), self.groups(columns))
+        return (*self._weights(rows, columns, dtype), *self._inputs(dtype))
+
+    def _inputs(self, dtype: str) -> tuple[Stored, ...]:
+        if self.activations is Activations.TENSOR:
+            return (Stored("input_scale", dtype if dtype in FLOATS else "BF16", (1,)),)
+        return (Stored("input_global_scale", "F32", (1,)),) if self.activations is Activations.LOCAL else ()
+
+    def _weights(self, rows: int, columns: int, dtype: str) -> tuple[Stored, ...]:
+        grid = (ceil(rows / self.rows), self.groups(columns)) if self.rows else (1,)
         scale = dtype if dtype in FLOATS else "BF16"
         if self.kind is Kind.FLOAT8:
             return Stored("weight", "F8_E4M3", (rows, columns)), Stored("weight_scale", scale, grid)
@@ -108,6 +132,8 @@ SCHEMES = {
         Scheme("int4", Kind.INT4, _PACK, 4, columns=128),
         Scheme("int4-g32", Kind.INT4, _PACK, 4, columns=32),
         Scheme("mxfp4", Kind.MXFP4, "mxfp4-pack-quantized", 4, columns=32),
+        Scheme("fp8-static", Kind.FLOAT8, _FP8, 8, rows=0, activations=Activations.TENSOR),
+        Scheme("nvfp4", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, activations=Activations.LOCAL, shared=True),
         Scheme("nvfp4a16", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, shared=True),
     )
 }

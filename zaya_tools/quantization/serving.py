@@ -96,9 +96,12 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     document: dict[str, Any] = {"weights": weights, "format": scheme.format}
     if scheme.activations is not Activations.NONE:
         seen = {key: weights[key] for key in ("num_bits", "type", "symmetric")}
-        document["input_activations"] = {**seen, "strategy": scheme.activations.value, "dynamic": True}
-        if scheme.activations is Activations.GROUP:
+        dynamic = {Activations.TENSOR: False, Activations.LOCAL: "local"}.get(scheme.activations, True)
+        document["input_activations"] = {**seen, "strategy": scheme.activations.value, "dynamic": dynamic}
+        if scheme.activations in (Activations.GROUP, Activations.LOCAL):
             document["input_activations"]["group_size"] = scheme.columns
+        if scheme.activations is Activations.LOCAL:
+            document["input_activations"]["scale_dtype"] = _SCALES[scheme.kind]
     return document
 
 
@@ -111,6 +114,8 @@ def _strategy(scheme: Scheme) -> str:
         return "tensor_group"
     if scheme.rows > 1:
         return "block"
+    if not scheme.rows:
+        return "tensor"
     return "group" if scheme.columns else "channel"
 
 

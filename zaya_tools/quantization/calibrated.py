@@ -1,0 +1,203 @@
+"""`zaya quantize` with recipes that know the inputs: blocks first, in a hidden folder, then one checkpoint of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from zaya_tools import __version__
+from zaya_tools.calibration.data import Choice, sample
+from zaya_tools.calibration.identity import identity
+from zaya_tools.calibration.moments import Moments
+from zaya_tools.calibration.run import Pass, Progress, statistics_file
+from zaya_tools.calibration.statistics import load
+from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
+from zaya_tools.checkpoint.header import read_header
+from zaya_tools.checkpoint.manifest import source_files
+from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard
+from zaya_tools.checkpoint.pump import ShardDigest
+from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation.validation import DTYPES
+from zaya_tools.layouts.native import NATIVE_PER_EXPERT
+from zaya_tools.model.streaming import BUDGET
+from zaya_tools.model.weights import Weights
+from zaya_tools.parameters import parameters
+from zaya_tools.quantization.blocks import STAGE, Knowledge, facts_of, needs_passes, needs_statistics, quantize_blocks
+from zaya_tools.quantization.gptq import check_gptq
+from zaya_tools.quantization.planning import QuantizedOutput
+from zaya_tools.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    from zaya_tools.quantization.conversion import Quantization
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What recipes learn of the inputs from: a statistics file, or data of which statistics are made on the way.
+
+    `choice` None means no data were named; `tokenizer` is a folder (default: the model's), `dtype` what the model
+    computes in, `every` the seconds between saved states.
+    """
+
+    statistics: str | Path | None = None
+    choice: Choice | None = None
+    tokenizer: str | None = None
+    dtype: str = "float32"
+    budget: int = BUDGET
+    every: float = EVERY
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How far the work on the blocks is."""
+
+    name: str
+    block: int
+    blocks: int
+
+
+Report = Callable[[Stage], None]
+
+
+def needs_calibration(work: Quantization) -> bool:
+    """Whether a plan has anything to learn from inputs."""
+    return needs_passes(work.resolved.decisions) or needs_statistics(work.resolved.decisions)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is known before anything is run, and `record`, which tells it from anything else."""
+
+    weights: Weights
+    known: Knowledge
+    record: Mapping[str, Any]
+
+
+def learn(work: Quantization, calibration: Calibration, device: torch.device) -> Learned:
+    """Read statistics and data as a plan needs them.
+
+    ZayaError where they are not given, cannot be read or are of another model, and where llm-compressor is needed and
+    not installed.
+    """
+    decisions = work.resolved.decisions
+    if needs_passes(decisions):
+        check_gptq()
+    if calibration.dtype not in DTYPES:
+        raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
+    weights = Weights(work.source, work.found, DTYPES[calibration.dtype], device)
+    moments: Mapping[str, Moments] = {}
+    ids: Tensor | None = None
+    record: dict[str, Any] = {"dtype": calibration.dtype}
+    file = statistics_file(calibration.statistics) if calibration.statistics is not None else None
+    if file is not None and needs_statistics(decisions):
+        held = load(file, weights.architecture, identity(work.found))
+        moments = held.moments
+        record["statistics"] = {"data": held.facts.get("data"), "blake3": blake3(file.read_bytes()).hexdigest()}
+    if needs_passes(decisions) or not moments:
+        if calibration.choice is None:
+            what = "data to run along" if needs_passes(decisions) else "to know its inputs"
+            way = "--data" if needs_passes(decisions) else "--stats FILE, which `zaya calibrate` makes, or --data"
+            raise ZayaError(f"recipe {work.recipe.name} needs {what}", f"give {way}")
+        folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.folder
+        drawn = sample(calibration.choice, folder, weights.architecture.vocab_size)
+        ids = drawn.ids
+        record["data"] = {**asdict(calibration.choice), "windows": len(ids), "digest": drawn.digest}
+    return Learned(weights, Knowledge(moments, ids), record)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Every quantized tensor of the blocks by native name, in files of the workspace, and facts by weight."""
+
+    tensors: Mapping[str, TensorInfo]
+    facts: Mapping[str, Mapping[str, Any]]
+    stems: Mapping[str, list[str]]
+
+    def shard(self, shard: Shard) -> Shard:
+        """The shard with what was quantized copied from where it is now."""
+        return replace(shard, outputs=tuple(map(self._copied, shard.outputs)))
+
+    def digest(self, digest: ShardDigest, shard: Shard) -> ShardDigest:
+        """The digest of a shard made of it, with facts, and without the files of the workspace among the sources."""
+        segments = tuple(segment for segment in digest.segments if segment.tensor not in self.tensors)
+        names = [o.matrix.name for o in shard.outputs if isinstance(o, QuantizedOutput) and o.bulk]
+        own = {name: self.facts[name] for name in names if name in self.facts}
+        return replace(digest, segments=segments, facts={**digest.facts, **own})
+
+    def _copied(self, output: Output) -> Output:
+        if not isinstance(output, QuantizedOutput) or output.matrix.name not in self.facts:
+            return output
+        held = [self.tensors[f"{stem}.{output.suffix}"] for stem in self.stems[output.matrix.name]]
+        pieces = tuple(Piece(tensor, 0, tensor.nbytes) for tensor in held)
+        return Output(output.name, output.dtype, output.shape, output.dtype, pieces, COPY, output.role)
+
+
+@contextmanager
+def prepared(
+    work: Quantization, destination: Path, learned: Learned, calibration: Calibration, *, resume: bool, force: bool,
+    report: Report | None = None,
+) -> Iterator[Prepared]:  # fmt: skip
+    """Quantize the blocks of a plan; what this yields is there until the block under it ends.
+
+    After an error or a kill, `resume` goes on with the blocks that were finished.
+    """
+    weights, known, decisions = learned.weights, learned.known, work.resolved.decisions
+    facts = [__version__, torch.__version__, weights.device.type, source_files(work.source.headers),
+             work.options["recipe"], learned.record]  # fmt: skip
+    stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    say = report or (lambda _: None)
+    beside = destination.with_name(f"{destination.name}.blocks")
+    with open_workspace(beside, stamp, resume=resume, force=force, every=calibration.every) as space:
+        if needs_statistics(decisions) and not known.moments:
+            known = Knowledge(_measured(weights, known.ids, calibration.budget, space, say), known.ids)
+        quantize_blocks(
+            weights, decisions, known, space, budget=calibration.budget,
+            report=lambda block, blocks: say(Stage("quantizing", block, blocks)),
+        )  # fmt: skip
+        yield _collect(space, weights.architecture.blocks, work)
+
+
+def _measured(
+    weights: Weights, ids: Tensor | None, budget: int, space: Workspace, say: Report
+) -> Mapping[str, Moments]:
+    assert ids is not None
+
+    def report(done: Progress) -> None:
+        say(Stage(done.stage, done.block, done.blocks))
+
+    return Pass(weights, weights.ends(), space, budget, report).measure(ids)[0]
+
+
+def _collect(space: Workspace, blocks: int, work: Quantization) -> Prepared:
+    tensors: dict[str, TensorInfo] = {}
+    for file in (space.folder / f"block-{STAGE}-{index}.safetensors" for index in range(blocks)):
+        if file.exists():
+            tensors |= {tensor.name: tensor for tensor in read_header(file).tensors}
+    facts = facts_of(space, blocks)
+    stems = _stems(work)
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, output in work.matrices.items():
+        own = [facts[f"{stem}.weight"] for stem in stems[name] if f"{stem}.weight" in facts]
+        if own:
+            found[name] = {"scheme": output.matrix.scheme.name, **sum(own[1:], own[0]).as_dict()}
+    return Prepared(tensors, found, stems)
+
+
+def _stems(work: Quantization) -> dict[str, list[str]]:
+    """The modules that a weight of the plan is made of, in order: a stack of experts is made of many."""
+    a = work.plan.architecture
+    found: dict[str, list[str]] = {}
+    for parameter in parameters(a):
+        single = [part.name.removesuffix(".weight") for part in NATIVE_PER_EXPERT.parts(parameter, a)]
+        parts = work.plan.layout.parts(parameter, a)
+        each = len(single) // len(parts)
+        found |= {part.name: single[i * each : (i + 1) * each] for i, part in enumerate(parts)}
+    return found

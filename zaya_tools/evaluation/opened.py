@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.checkpoint.source import Source, open_source
+from zaya_tools.checkpoint.sidefiles import MANIFEST
+from zaya_tools.checkpoint.source import Source, open_source, read_json
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.findings import Finding, Severity
 from zaya_tools.layouts.match import Match, match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
+
+SMOOTHED = "smoothed"
+"""Key of a manifest's facts about a weight: its numbers are the source's only together with those of its neighbour."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,16 @@ class Opened:
 
     source: Source
     found: Match
+
+    @cached_property
+    def smoothed(self) -> frozenset[str]:
+        """Weights that its manifest says to have been scaled against one another, row by row or column by column."""
+        try:
+            held = read_json(self.source.folder / MANIFEST).get("quantized")
+        except ZayaError:
+            return frozenset()
+        entries = held.items() if isinstance(held, dict) else ()
+        return frozenset(name for name, facts in entries if isinstance(facts, dict) and facts.get(SMOOTHED) is True)
 
     @property
     def native(self) -> bool:

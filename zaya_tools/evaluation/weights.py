@@ -65,10 +65,13 @@ def check_weights(
         torch.set_num_threads(before)
     findings += _whole(outcomes)
     findings += _numbers(outcomes)
+    apart = [outcome for outcome in outcomes if _smoothed(outcome, opened)]
+    judged = [outcome for outcome in outcomes if not _smoothed(outcome, opened)]
     if against is not None:
-        findings += _wrong(outcomes, model, against)
-        findings += _converted(outcomes)
-    findings += [*_zeros(outcomes), *_rows(outcomes)]
+        findings += _wrong(judged, model, against)
+        findings += _converted(judged)
+        findings += _apart(apart)
+    findings += [*_zeros(outcomes), *_rows(judged)]
     return CheckResult(CHECK, tuple(findings), _figures(opened, other, outcomes))
 
 
@@ -112,6 +115,18 @@ def _numbers(outcomes: Iterable[Outcome]) -> Iterator[Finding]:
 
 def _where(bad: Bad) -> str:
     return f"{bad.count:,}, the first at [{bad.row}, {bad.column}]"
+
+
+def _smoothed(outcome: Outcome, opened: Opened) -> bool:
+    names = (outcome.unit.name, outcome.unit.parameter.name)
+    return outcome.status == "quantized" and any(name in opened.smoothed for name in names)
+
+
+def _apart(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+    if outcomes:
+        names = [outcome.unit.name for outcome in outcomes]
+        text = "scaled against a neighbour by smoothing, says the manifest: judged by the likelihood alone"
+        yield about(CHECK, "note", f"tensor was {text}", f"tensors were {text}", plain(names), names)
 
 
 def _zeros(outcomes: Iterable[Outcome]) -> Iterator[Finding]:

@@ -106,6 +106,7 @@ class _Block:
         self.tensors = weights.dense(index)
         self._dtypes = {local: tensor.dtype for local, tensor in self.tensors.items()}
         self._factors: dict[str, Tensor] = {}
+        self._moved: set[str] = set()
 
     def run(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Stored tensors by name, and facts by the name of the weight."""
@@ -123,7 +124,7 @@ class _Block:
                     for suffix, tensor in one.tensors.items():
                         name = part.name if suffix == "weight" else part.companion(suffix)
                         stored[name] = tensor.cpu().clone()  # gate and up may share a scale, files may not
-                    facts[part.name] = asdict(one.facts)
+                    facts[part.name] = {**asdict(one.facts), "smoothed": self._is_smoothed(parameter, part.name)}
         return stored, facts
 
     def _hessians(self, number: int, decisions: list[Decision]) -> Tensor | None:
@@ -220,6 +221,7 @@ class _Block:
             second[expert] *= found[expert]
         self.tensors[gate_up.local], self.tensors[down.local] = first, second
         self._factors[down.name] = found
+        self._moved |= {gate_up.name, down.name}
 
     def _smooth_values(self, values: list[Parameter], output: Parameter) -> None:
         hessian = sketched(self._known(output), shared=True, device=self._weights.device)[0]
@@ -231,11 +233,19 @@ class _Block:
         for parameter, own in zip(values, each.chunk(2), strict=True):
             self.tensors[parameter.local] = self.tensors[parameter.local].float() / own[:, None]
         self._factors[output.name] = found[None]
+        self._moved |= {output.name, *(parameter.name for parameter in values)}
+
+    def _is_smoothed(self, parameter: Parameter, name: str) -> bool:
+        return parameter.name in self._moved and ".gate_proj" not in name
 
 
-def facts_of(space: Workspace, blocks: int) -> dict[str, Facts]:
-    """What quantizing did to each matrix, by the name of its weight."""
+def facts_of(space: Workspace, blocks: int) -> tuple[dict[str, Facts], set[str]]:
+    """What quantizing did to each matrix by the name of its weight, and those into or out of which magnitudes moved."""
     found: dict[str, Facts] = {}
+    smoothed = set()
     for index in range(blocks):
-        found |= {name: Facts(**held) for name, held in (space.read(f"block-{STAGE}-{index}.json") or {}).items()}
-    return found
+        for name, held in (space.read(f"block-{STAGE}-{index}.json") or {}).items():
+            if held.pop("smoothed"):
+                smoothed.add(name)
+            found[name] = Facts(**held)
+    return found, smoothed

@@ -25,6 +25,7 @@ from zaya_tools.checkpoint.manifest import source_files
 from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard
 from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation.opened import SMOOTHED
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.model.streaming import BUDGET
@@ -181,13 +182,16 @@ def _collect(space: Workspace, blocks: int, work: Quantization) -> Prepared:
     for file in (space.folder / f"block-{STAGE}-{index}.safetensors" for index in range(blocks)):
         if file.exists():
             tensors |= {tensor.name: tensor for tensor in read_header(file).tensors}
-    facts = facts_of(space, blocks)
+    facts, smoothed = facts_of(space, blocks)
     stems = _stems(work)
     found: dict[str, Mapping[str, Any]] = {}
     for name, output in work.matrices.items():
-        own = [facts[f"{stem}.weight"] for stem in stems[name] if f"{stem}.weight" in facts]
-        if own:
+        weights = [f"{stem}.weight" for stem in stems[name] if f"{stem}.weight" in facts]
+        if weights:
+            own = [facts[weight] for weight in weights]
             found[name] = {"scheme": output.matrix.scheme.name, **sum(own[1:], own[0]).as_dict()}
+        if smoothed & set(weights):
+            found[name] = {**found[name], SMOOTHED: True}
     return Prepared(tensors, found, stems)
 
 

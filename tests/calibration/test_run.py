@@ -81,7 +81,9 @@ def test_moments_are_those_of_the_inputs_in_transformers(
         rows = rows[rows.any(1)]  # transformers shows the delayed projection the zero vector before each sequence
         assert figures["tokens"] == len(rows), name
         assert figures["amax"] == pytest.approx(float(rows.abs().max()), rel=1e-4)
-        assert figures["percentiles"]["99"] == pytest.approx(float(rows.abs().quantile(0.99)), rel=0.15)  # of some tokens, in bins
+        assert figures["percentiles"]["99"] == pytest.approx(
+            float(rows.abs().quantile(0.99)), rel=0.15
+        )  # of some tokens, in bins
         block = name.split(".")[2]
         if "experts" in name:
             expert = int(name.split(".")[5])

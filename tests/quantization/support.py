@@ -13,6 +13,8 @@ from tests.synthetic import logical, small, split
 from zaya_tools.architecture import Architecture
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.parameters import Role, parameters
+from zaya_tools.quantization.recipe import load_recipe, recipe_names
+from zaya_tools.quantization.scheme import INFORMED
 
 
 def geometry(**fields: Any) -> Architecture:
@@ -33,6 +35,16 @@ LIBRARY = {
     "nvfp4a16": ("NVFP4A16", None),
 }
 """Recipes of one scheme, and the preset and group size that say the same in compressed-tensors."""
+
+
+LEARNING = tuple(
+    name
+    for name in recipe_names()
+    for rules in [load_recipe(name).rules]
+    if any(r.observer in INFORMED or (r.scheme is not None and r.scheme.activations.calibrated) for r in rules)
+)
+"""Recipes that learn from inputs."""
+DATA_FREE = tuple(name for name in recipe_names() if name not in LEARNING)
 
 
 def minmax(folder: Path, base: str) -> Path:

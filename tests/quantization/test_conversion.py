@@ -13,7 +13,7 @@ import yaml
 from safetensors import safe_open
 
 from tests.checkpoint.support import SIDE_FILES, TRAINING_FILES, model, no_leftovers, tree
-from tests.quantization.support import GEOMETRY, LIBRARY, full_precision, geometry, library, minmax
+from tests.quantization.support import DATA_FREE, GEOMETRY, LIBRARY, full_precision, geometry, library, minmax
 from tests.synthetic import LAYOUTS, config_of, read_tensors, same_bits, small, write_checkpoint, write_tensors
 from zaya_tools import convert, quantize
 from zaya_tools.checkpoint.source import CONFIG
@@ -25,7 +25,6 @@ from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.parameters import PROTECTED, parameters
 from zaya_tools.quantization.conversion import plan_quantization
-from zaya_tools.quantization.recipe import recipe_names
 from zaya_tools.quantization.summary import summarize
 
 
@@ -58,7 +57,7 @@ def test_every_layout_gives_the_same_checkpoint(base: str, layout: str, source: 
     assert [name for name in same if written[name] != expected[name]] == []
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", DATA_FREE)
 def test_every_recipe_passes_the_checks(recipe: str, source: Path, tmp_path: Path) -> None:
     """The validator, which decodes with the library and was written apart, finds nothing wrong."""
     quantize(source, tmp_path / "out", recipe)
@@ -66,7 +65,7 @@ def test_every_recipe_passes_the_checks(recipe: str, source: Path, tmp_path: Pat
         assert [finding.message for finding in result.failures] == []
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", DATA_FREE)
 def test_protected_tensors_and_side_files_are_the_sources(recipe: str, source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path / "out", recipe)
     written, expected = read_tensors(tmp_path / "out"), full_precision()

@@ -11,12 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.quantization.support import DATA_FREE
 from tests.synthetic import GEOMETRIES, small
 from zaya_tools.errors import ZayaError
 from zaya_tools.parameters import BLOCK_NAMES, PROTECTED, Role, parameters
 from zaya_tools.quantization import recipe as module
 from zaya_tools.quantization.recipe import Recipe, RecipeError, load_recipe, recipe_names, recipes_folder
-from zaya_tools.quantization.scheme import SCHEMES, Kind
+from zaya_tools.quantization.scheme import CALIBRATED, INFORMED, SCHEMES, Kind
 from zaya_tools.quantization.words import (
     PROJECTIONS,
     REASONS,
@@ -29,8 +30,8 @@ from zaya_tools.quantization.words import (
 )
 
 BUILT_IN = (
-    "bf16", "fp8", "fp8-block", "fp8-experts", "int4", "int4-experts-fp8-attention", "int4-g32", "int8", "mxfp4",
-    "nvfp4a16",
+    "bf16", "fp8", "fp8-block", "fp8-experts", "fp8-static", "int4", "int4-awq", "int4-experts-fp8-attention",
+    "int4-g32", "int4-gptq", "int4-imatrix", "int8", "int8-smooth", "mxfp4", "nvfp4", "nvfp4a16",
 )  # fmt: skip
 EXPERTS: dict[str, Any] = {"role": "experts", "scheme": "fp8"}
 ATTENTION: dict[str, Any] = {"role": "attention", "scheme": "int8"}
@@ -63,6 +64,7 @@ def refused(folder: Path, *rules: Any, **keys: Any) -> tuple[str, str]:
 
 def test_the_recipes_that_come_with_the_package() -> None:
     assert recipe_names() == BUILT_IN
+    named = {**SCHEMES, **CALIBRATED}
     for name in BUILT_IN:
         recipe = load_recipe(name)
         assert recipe.name == name
@@ -70,9 +72,12 @@ def test_the_recipes_that_come_with_the_package() -> None:
         assert recipe.runs_on.endswith(".")
         assert [rule.role for rule in recipe.rules] in ([], ["experts"], ["experts", "attention"])
         for rule in recipe.rules:
-            assert rule.scheme is SCHEMES[rule.scheme_name], "built-in recipes use schemes that have a name"
-            assert rule.observer == ("mse" if rule.scheme.bits == 4 else "minmax")
-    assert {load_recipe(n).rules[0].scheme for n in BUILT_IN if n != "bf16"} == set(SCHEMES.values())
+            assert rule.scheme is named[rule.scheme_name], "built-in recipes use schemes that have a name"
+            if name in DATA_FREE:
+                assert rule.observer == ("mse" if rule.scheme.bits == 4 else "minmax")
+            else:
+                assert rule.observer in INFORMED
+    assert {load_recipe(n).rules[0].scheme for n in BUILT_IN if n != "bf16"} == set(named.values())
 
 
 def test_recipes_are_found_inside_an_installed_package_and_beside_a_source_tree(
@@ -160,7 +165,7 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
         (["experts"], {}, "rule 1: not a mapping", "a rule has role"),
         ([{**EXPERTS, "observer": "mean"}], {}, "rule 1: 'mean' is not an observer", "minmax, mse"),
         ([EXPERTS], {"observer": "mean"}, "'mean' is not an observer", "minmax, mse"),
-        ([{**EXPERTS, "scheme": "nvfp4"}], {}, "rule 1: 'nvfp4' is not a scheme", "did you mean 'nvfp4a16'?"),
+        ([{**EXPERTS, "scheme": "nvfp4a"}], {}, "rule 1: 'nvfp4a' is not a scheme", "did you mean 'nvfp4a16'?"),
         ([{**EXPERTS, "scheme": None}], {}, "rule 1: None is not a scheme", "none (full precision)"),
         ([{**EXPERTS, "scheme": {"kind": "nvfp4", "group": 64}}], {}, "no nvfp4 kernels for groups of 64", "of 16"),
         ([{**EXPERTS, "scheme": {"kind": "mxfp4", "group": 16}}], {}, "no mxfp4 kernels for groups of 16", "of 32"),

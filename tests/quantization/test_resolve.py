@@ -80,6 +80,7 @@ def test_the_published_models(name: str, largest: tuple[int, int]) -> None:
 def test_the_bundled_model(name: str) -> None:
     resolved = resolve(load_recipe(name), TINY)
     assert resolved.max_tensor_parallel == {"fp8-block": 1, "int4": 1, "int4-experts-fp8-attention": 1, "bf16": 64,
+                                            "int4-imatrix": 1, "int4-gptq": 1, "int4-awq": 1,
                                             "mxfp4": 4, "int4-g32": 4}.get(name, 8)  # fmt: skip
 
 

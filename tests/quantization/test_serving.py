@@ -34,7 +34,7 @@ CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "configs.json").re
 
 PRESETS = {
     "fp8": "FP8_DYNAMIC", "fp8-experts": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "int8": "INT8", "int4": "W4A16",
-    "mxfp4": "MXFP4A16", "nvfp4a16": "NVFP4A16",
+    "mxfp4": "MXFP4A16", "nvfp4a16": "NVFP4A16", "nvfp4": "NVFP4", "fp8-static": "FP8",
 }  # fmt: skip
 
 
@@ -148,7 +148,8 @@ def test_no_key_that_older_readers_refuse(name: str) -> None:
     assert all(set(group) <= {"targets", "weights", "input_activations", "format"} for group in groups)
     assert not _keys(CONFIGS[name]) & {"zp_dtype", "observer", "observer_kwargs", "actorder", "kv_cache_scheme"}
     typed = {g["weights"]["scale_dtype"] for g in groups if "scale_dtype" in g["weights"]}
-    assert typed == {"mxfp4": {"torch.uint8"}, "nvfp4a16": {"torch.float8_e4m3fn"}}.get(name, set())
+    e4m3 = {"torch.float8_e4m3fn"}
+    assert typed == {"mxfp4": {"torch.uint8"}, "nvfp4a16": e4m3, "nvfp4": e4m3}.get(name, set())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.support import ROOT, no_leftovers, tree, use_blocks
-from tests.quantization.support import GEOMETRY, geometry
+from tests.quantization.support import DATA_FREE, GEOMETRY, geometry
 from tests.synthetic import write_checkpoint
 from zaya_tools import quantize
 from zaya_tools.checkpoint.destination import partial_folder
@@ -26,7 +26,6 @@ from zaya_tools.layouts.raw import RAW
 from zaya_tools.quantization import stream
 from zaya_tools.quantization.conversion import plan_quantization
 from zaya_tools.quantization.planning import QuantizedOutput
-from zaya_tools.quantization.recipe import recipe_names
 from zaya_tools.quantization.stream import write_quantized
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def write(plan: Plan, folder: Path, workers: int) -> dict[str, bytes]:
 def plans(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, dict[str, bytes]]]:
     """Every recipe's plan, and the files that one worker writes in whole matrices."""
     result = {}
-    for recipe in recipe_names():
+    for recipe in DATA_FREE:
         plan = plan_quantization(source, recipe, max_shard_size=120_000).plan
         result[recipe] = (plan, write(plan, tmp_path_factory.mktemp("stream") / recipe, 1))
     return result
@@ -68,7 +67,7 @@ def plans(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    recipe=st.sampled_from(recipe_names()),
+    recipe=st.sampled_from(DATA_FREE),
     workers=st.integers(1, 5),
     block=st.sampled_from([64, 512, 4096, 2**16]),
     slab=st.integers(1, 70_000),

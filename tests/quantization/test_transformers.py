@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.model.test_quantized import _per_token, median, model_of
-from tests.quantization.support import geometry
+from tests.quantization.support import DATA_FREE, geometry
 from tests.synthetic import sliding, write_checkpoint
 from zaya_tools import quantize
 from zaya_tools.layouts.native import NATIVE
-from zaya_tools.quantization.recipe import recipe_names
 
 A = geometry(tied=False, dtype="float32", attention_bias=True, **sliding(2))
 NOISE = 2e-5
@@ -59,7 +58,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name != "bf16"])
+@pytest.mark.parametrize("recipe", [name for name in DATA_FREE if name != "bf16"])
 def test_logits_agree(recipe: str, linear_experts: None, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "source", NATIVE, A, dtype="F32")
     quantize(tmp_path / "source", tmp_path / "out", recipe)

@@ -70,8 +70,8 @@ class Quantized:
     """A quantized stretch of rows.
 
     `tensors` has what `Scheme.stored` lists, by suffix, contiguous and on the weight's device, except `weight_shape`,
-    which only the whole matrix knows. Where `finite` is False the weight holds NaN or infinity: the tensors and the
-    facts mean nothing then.
+    which only the whole matrix knows, and what belongs to inputs. Where `finite` is False the weight holds NaN or
+    infinity: the tensors and the facts mean nothing then.
     """
 
     tensors: dict[str, Tensor]
@@ -164,7 +164,7 @@ def _tensors(weight: Tensor, scheme: Scheme, out: Mapping[str, Tensor]) -> dict[
     """Where to write, by suffix."""
     tensors = {}
     for stored in scheme.stored(weight.shape[0], weight.shape[1], _NAMES[weight.dtype]):
-        if stored.suffix == "weight_shape":
+        if stored.suffix == "weight_shape" or stored.suffix.startswith("input_"):
             continue
         given = out.get(stored.suffix)
         if given is None:

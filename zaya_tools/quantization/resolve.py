@@ -14,7 +14,7 @@ from typing import Any
 from zaya_tools.architecture import Architecture
 from zaya_tools.parameters import Parameter, Role, parameters
 from zaya_tools.quantization.recipe import Recipe, RecipeError, Rule
-from zaya_tools.quantization.scheme import SCHEMES, Kind, Observer, Scheme
+from zaya_tools.quantization.scheme import INFORMED, MINMAX, MSE, SCHEMES, Kind, Observer, Scheme
 from zaya_tools.quantization.serving import check_target
 from zaya_tools.quantization.words import NONE, ROLES
 
@@ -188,6 +188,11 @@ def _check_rule(recipe: Recipe, rule: Rule, architecture: Architecture) -> None:
                 f"{where} cannot be followed: the output head is tied to the embedding in this model, which stays in "
                 "full precision",
                 "leave the rule out; only untied models can have either quantized",
+            )
+        if rule.scheme is not None and (rule.observer in INFORMED or rule.scheme.activations.calibrated):
+            raise RecipeError(
+                f"{where} cannot be followed: nothing is learnt of what goes into the {rule.role}",
+                f"leave the rule out, or use a scheme that takes weights alone, with {MINMAX} or {MSE}",
             )
         if rule.blocks is not None:
             raise RecipeError(f"{where} matches nothing: the {rule.role} is in no block", "leave blocks out")

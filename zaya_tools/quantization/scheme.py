@@ -16,12 +16,11 @@ IMATRIX: Observer = "imatrix"
 GPTQ: Observer = "gptq"
 AWQ: Observer = "awq"
 SMOOTH: Observer = "smooth"
+OBSERVERS = (MINMAX, MSE)
+"""How a scale is found: from the largest magnitude, or by searching for the clipping of least squared error."""
 INFORMED = (IMATRIX, GPTQ, AWQ, SMOOTH)
-"""Observers that need to know a layer's inputs."""
-OBSERVERS = (MINMAX, MSE, *INFORMED)
-"""How a scale is found: from the largest magnitude, or by searching for the clipping of least squared error; or by what
-the error does to a layer's output, as a calibration's statistics know it (imatrix) or the inputs themselves (gptq),
-after moving magnitudes between layers to where they cost weights (awq) or activations (smooth) least."""
+"""By what the error does to a layer's output, as a calibration's statistics know it (imatrix) or the inputs themselves
+(gptq), after moving magnitudes between layers to where they cost weights (awq) or activations (smooth) least."""
 
 
 class Kind(StrEnum):
@@ -132,9 +131,16 @@ SCHEMES = {
         Scheme("int4", Kind.INT4, _PACK, 4, columns=128),
         Scheme("int4-g32", Kind.INT4, _PACK, 4, columns=32),
         Scheme("mxfp4", Kind.MXFP4, "mxfp4-pack-quantized", 4, columns=32),
-        Scheme("fp8-static", Kind.FLOAT8, _FP8, 8, rows=0, activations=Activations.TENSOR),
-        Scheme("nvfp4", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, activations=Activations.LOCAL, shared=True),
         Scheme("nvfp4a16", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, shared=True),
     )
 }
-"""Every scheme by name."""
+"""Every scheme that takes nothing but the weights, by name."""
+
+CALIBRATED = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("fp8-static", Kind.FLOAT8, _FP8, 8, rows=0, activations=Activations.TENSOR),
+        Scheme("nvfp4", Kind.NVFP4, "nvfp4-pack-quantized", 4, columns=16, activations=Activations.LOCAL, shared=True),
+    )
+}
+"""Schemes with scales of the inputs, which calibration finds, by name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.parameters import PROTECTED, Role, parameters
-from zaya_tools.quantization.scheme import OBSERVERS, SCHEMES, Kind, Observer, Scheme
+from zaya_tools.quantization.scheme import CALIBRATED, INFORMED, OBSERVERS, SCHEMES, Kind, Observer, Scheme
 
 ROLES = {"experts": Role.EXPERT, "attention": Role.ATTENTION, "embedding": Role.EMBEDDING, "head": Role.HEAD}
 """What a rule may speak of."""
@@ -183,9 +183,10 @@ def _range(value: Any) -> tuple[int, int | None]:
 
 def parse_observer(value: Any) -> Observer:
     """How scales are found."""
-    found = next((observer for observer in OBSERVERS if observer == value), None)
+    known = (*OBSERVERS, *INFORMED)
+    found = next((observer for observer in known if observer == value), None)
     if found is None:
-        raise BadWord(f"{shown(value)} is not an observer", f"one of {', '.join(OBSERVERS)}")
+        raise BadWord(f"{shown(value)} is not an observer", f"one of {', '.join(known)}")
     return found
 
 
@@ -208,14 +209,15 @@ def parse_scheme(value: Any) -> Scheme | None:
     """A scheme by name or as {kind, group}; None for `none`, full precision."""
     if isinstance(value, dict):
         return _inline(value)
-    choices = f"a scheme is one of {', '.join(SCHEMES)}, {NONE} (full precision), or like {{kind: int4, group: 64}}"
+    named = {**SCHEMES, **CALIBRATED}
+    choices = f"a scheme is one of {', '.join(named)}, {NONE} (full precision), or like {{kind: int4, group: 64}}"
     if not isinstance(value, str):
         raise BadWord(f"{shown(value)} is not a scheme", choices)
     if value == NONE:
         return None
-    if value in SCHEMES:
-        return SCHEMES[value]
-    near = get_close_matches(value.lower(), [*SCHEMES, NONE], 1)
+    if value in named:
+        return named[value]
+    near = get_close_matches(value.lower(), [*named, NONE], 1)
     raise BadWord(f"{shown(value)} is not a scheme", (f"did you mean {near[0]!r}? " if near else "") + choices)
 
 

@@ -100,3 +100,39 @@ def test_the_source_is_named_in_the_card_and_the_manifest_without_paths(zaya: Za
     assert manifest["source"]["name"] == "tiny"
     for file in ("zaya_manifest.json", "README.md", "config.json"):
         assert str(TINY.parent) not in (tmp_path / "out" / file).read_text()
+
+
+def test_a_recipe_that_learns_takes_statistics_and_says_what_it_lacks(zaya: Zaya, tmp_path: Path) -> None:
+    found = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4-imatrix")
+    assert found.error() == (
+        "recipe int4-imatrix needs to know its inputs", "give --stats FILE, which `zaya calibrate` makes, or --data"
+    )  # fmt: skip
+    quick = ("--samples", "6", "--context", "64")
+    assert zaya("calibrate", TINY, "-o", tmp_path / "stats", *quick).code == 0
+    found = zaya(
+        "quantize", TINY, tmp_path / "out", "--recipe", "int4-imatrix", "--stats", tmp_path / "stats", "--json"
+    )
+    assert found.code == 0
+    assert len(found.document()["quantized"]) == 116
+    assert "not used" in zaya("quantize", TINY, tmp_path / "plain", "--stats", tmp_path / "stats").err
+
+
+def test_auto_writes_down_what_it_chose(zaya: Zaya, tmp_path: Path) -> None:
+    options = ("--recipe", "auto", "--data", "library", "--samples", "8", "--context", "64")
+    found = zaya("quantize", TINY, tmp_path / "out", *options, "--target-size", "1.33MB", "--json")
+    assert found.code == 0
+    document = found.document()
+    assert document["sizes"]["bytes_after"] == document["auto"]["bytes"] <= 1_330_000
+    assert (tmp_path / "out" / "recipe.yaml").read_text() == document["auto"]["recipe"]
+    again = zaya(
+        "quantize", TINY, tmp_path / "again", "--recipe", tmp_path / "out" / "recipe.yaml", *options[2:], "--json"
+    )
+    assert again.document()["quantized"] == document["quantized"]
+    dry = zaya("quantize", TINY, tmp_path / "dry", *options, "--target-bits", "6", "--dry-run")
+    assert "name: auto" in dry.out
+    assert not (tmp_path / "dry").exists()
+
+
+def test_a_target_is_for_auto_alone(zaya: Zaya, tmp_path: Path) -> None:
+    assert zaya("quantize", TINY, tmp_path / "out", "--target-bits", "5").error()[0].startswith("a target size is for")
+    assert zaya("quantize", TINY, tmp_path / "out", "--recipe", "auto").error()[0] == "auto needs a target"

@@ -11,11 +11,13 @@ import typer
 
 from zaya_tools.cli.convert import show_totals, summary
 from zaya_tools.cli.output import Output, size
+from zaya_tools.errors import ZayaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zaya_tools.checkpoint.run import Converted
+    from zaya_tools.quantization.auto import Auto
     from zaya_tools.quantization.conversion import Quantization
     from zaya_tools.quantization.summary import Measured
 
@@ -35,7 +37,7 @@ def quantize(
         Path, typer.Argument(metavar="DST", help="Folder to create; it appears whole or not at all.")
     ],
     recipe: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A recipe of `zaya recipe list`, or a YAML file.")
+        str, typer.Option(metavar="NAME|FILE", help="A recipe of `zaya recipe list`, a YAML file, or auto.")
     ] = "fp8",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, like 5GB or 512MiB.")] = "5GB",
@@ -66,6 +68,14 @@ def quantize(
     samples: Annotated[int, typer.Option(min=1, help="Sequences of text to learn from.")] = 256,
     context: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Decides the order in which text is taken.")] = 0,
+    target_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="For --recipe auto: bytes of tensors at most, like 5GB.", show_default=False),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(metavar="BITS", help="For --recipe auto: bits per weight at most, like 4.6.", show_default=False),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same kind.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier run of zaya wrote at DST.")] = False,
@@ -77,13 +87,28 @@ def quantize(
     """Quantize a ZAYA1 checkpoint for vLLM: experts and attention by a recipe, everything protected byte for byte."""
     from zaya_tools.calibration.data import Choice
     from zaya_tools.checkpoint.destination import check_destination, settle
+    from zaya_tools.checkpoint.plan import parse_size
+    from zaya_tools.quantization.auto import RECIPE, choose_recipe
     from zaya_tools.quantization.calibrated import Calibration, needs_calibration
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
+    from zaya_tools.quantization.mixed import AUTO
 
     out = Output(as_json)
+    choice = Choice(data, field, samples, context, seed) if data else None
+    calibration = Calibration(statistics=stats, choice=choice, tokenizer=tokenizer)
+    auto = None
+    if recipe == AUTO:
+        target = parse_size(target_size) if target_size else None
+        with out.counting("weighing schemes") as weigh:
+            auto = choose_recipe(
+                source, destination, calibration, size=target, bits=target_bits, device=device, resume=resume,
+                force=force, report=lambda stage: weigh(stage.block + 1, stage.blocks, stage.name),
+            )  # fmt: skip
+    elif target_size or target_bits:
+        raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
     work = plan_quantization(
-        source, recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
+        source, auto.recipe if auto else recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
         expert_layout=expert_layout.value, target_vllm=target_vllm,
     )  # fmt: skip
     for warning in work.warnings:
@@ -92,13 +117,17 @@ def quantize(
         from zaya_tools.model.device import choose_device
 
         choose_device(device)  # known to be there before anything else is said
+    if auto:
+        show_choice(out, auto)
     if dry_run:
         if not resume:
             check_destination(settle(destination), work.source.folder, force)
         show_rules(out, work)
         show_roles(out, work)
         show_totals(out, work)
-        out.document({"destination": str(destination), "written": False, **document(work)})
+        if auto:
+            out.text(auto.text)
+        out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
         return
     if work.resolved.schemes and device in ("auto", "cpu"):
         from zaya_tools.quantization.native import missing
@@ -108,8 +137,6 @@ def quantize(
     learning = needs_calibration(work)
     if not learning and (stats or data):
         out.warn(f"recipe {work.recipe.name} takes nothing from data: --stats and --data are not used")
-    choice = Choice(data, field, samples, context, seed) if data else None
-    calibration = Calibration(statistics=stats, choice=choice, tokenizer=tokenizer)
     # Where blocks are worked on first, they are what takes the time.
     with ExitStack() as stack:
         step = stack.enter_context(out.counting("learning from inputs")) if learning else None
@@ -119,16 +146,34 @@ def quantize(
             source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
             planned=work, calibration=calibration,
             report=(lambda stage: step(stage.block + 1, stage.blocks, stage.name)) if step else None,
+            files={RECIPE: auto.text.encode()} if auto else None,
         )  # fmt: skip
     measured = facts(result) if not result.already_complete else recorded(result.destination)
     out.document({
         "destination": str(destination), "written": True, "already_complete": result.already_complete,
-        **document(work), "quantized": measured,
+        **document(work), "quantized": measured, **_chosen(auto),
     })  # fmt: skip
     if result.already_complete:
         out.heading(f"{destination} is already complete")
         return
     show_result(out, work, destination, measured)
+
+
+def show_choice(out: Output, auto: Auto) -> None:
+    """What was chosen for every unit, and what the other schemes would have cost there."""
+    from zaya_tools.quantization.auto import explanation
+
+    rows = [
+        [role, str(block), scheme, size(option.nbytes), f"{option.damage:.2g}",
+         ", ".join(f"{other.scheme or 'full'} {other.damage:.2g}" for other in unit.options if other != option)]
+        for role, block, scheme, unit, option in explanation(auto)
+    ]  # fmt: skip
+    out.table("Chosen, by what it costs", ["role", "block", "scheme", "bytes", "KL", "KL of the others"], rows)
+    out.text(f"{size(auto.chosen.nbytes)} of tensors, expected KL {auto.chosen.damage:.2g} nats a token")
+
+
+def _chosen(auto: Auto | None) -> dict[str, Any]:
+    return {"auto": {**auto.as_dict(), "recipe": auto.text}} if auto else {}
 
 
 def facts(result: Converted) -> dict[str, Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -63,6 +64,14 @@ class States:
         done = 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], start * self._stride + done)
+
+    def copy(self) -> States:
+        """The same values in a place of their own, in memory where these are."""
+        twin = States(self.shape, self.dtype, self._held is not None)
+        step = max(1, _COPIED // self._stride)
+        for start in range(0, self.shape[0], step):
+            twin.write(start, self.read(start, min(start + step, self.shape[0])))
+        return twin
 
     def save(self, file: Path) -> None:
         """Write everything to a file, which is on disk when this returns."""
@@ -133,6 +142,12 @@ class Stream:
         for start in range(0, sequences, self.step):
             self.hidden.write(start, ends.embed(ids[start : start + self.step].to(self.device)))
         self._tables = rotaries(a, torch.arange(tokens, device=self.device))
+
+    def fork(self) -> Stream:
+        """Another stream at the same point, with states of its own."""
+        twin = copy(self)
+        twin.hidden, twin.carried = self.hidden.copy(), self.carried.copy()
+        return twin
 
     def run(self, index: int, block: Block, *, keep: bool = True) -> Layer:
         """Run block `index` over all sequences; without `keep` the states stay as they are, ready for another run."""

@@ -32,7 +32,7 @@ from zaya_tools.model.streaming import BUDGET
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import parameters
 from zaya_tools.quantization.blocks import STAGE, Knowledge, facts_of, needs_passes, needs_statistics, quantize_blocks
-from zaya_tools.quantization.gptq import check_gptq
+from zaya_tools.quantization.gptq import kernel
 from zaya_tools.quantization.planning import QuantizedOutput
 from zaya_tools.tensors import TensorInfo
 
@@ -90,7 +90,7 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device) ->
     """
     decisions = work.resolved.decisions
     if needs_passes(decisions):
-        check_gptq()
+        kernel()
     if calibration.dtype not in DTYPES:
         raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
     weights = Weights(work.source, work.found, DTYPES[calibration.dtype], device)

@@ -144,13 +144,15 @@ def quantize(
     planned: Quantization | None = None,
     calibration: Calibration | None = None,
     report: Report | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Converted:
     """Quantize a checkpoint to `destination`, which appears whole or not at all.
 
     Options as in `plan_quantization`, whose result may be given as `planned`; `device` is auto, cpu, cuda or cuda:N,
     `workers` are threads (default: the cores and one more), `advance` is called with source bytes done. Recipes that
-    learn from inputs take them from `calibration`, and `report` is called after each block of theirs. Raises a
-    ZayaError; after one, or after a kill, `resume=True` continues with the shards, or blocks, that were finished.
+    learn from inputs take them from `calibration`, and `report` is called after each block of theirs; `files` are
+    small ones to add, by name. Raises a ZayaError; after one, or after a kill, `resume=True` continues with the
+    shards, or blocks, that were finished.
     """
     import torch
 
@@ -182,7 +184,7 @@ def quantize(
         try:
             return execute(
                 work, destination, one, resume=resume, force=force, advance=moved,
-                finish=lambda digests: _extras(work, digests),
+                finish=lambda digests: _extras(work, digests, files or {}),
             )  # fmt: skip
         finally:
             torch.set_num_threads(before)
@@ -202,7 +204,7 @@ def quantize(
         return write(work, done)
 
 
-def _extras(work: Quantization, digests: Mapping[str, ShardDigest]) -> Extras:
+def _extras(work: Quantization, digests: Mapping[str, ShardDigest], files: Mapping[str, bytes]) -> Extras:
     """The model card, and the recipe and what was measured for the manifest."""
     measured: dict[str, Mapping[str, Any]] = {}
     for digest in digests.values():
@@ -211,4 +213,4 @@ def _extras(work: Quantization, digests: Mapping[str, ShardDigest]) -> Extras:
         odd = sorted(work.matrices.keys() ^ measured.keys())
         raise LayoutError(f"{odd[0]} was not quantized as the recipe says", "this is a fault of zaya: please report it")
     record = {"recipe": work.resolved.as_dict(), "quantized": dict(sorted(measured.items()))}
-    return Extras({CARD: model_card(work, measured).encode(errors="replace")}, record)
+    return Extras({CARD: model_card(work, measured).encode(errors="replace"), **files}, record)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -16,14 +20,19 @@ _BLOCK = 128
 _TYPES = {Kind.INT4: ("int", 4), Kind.INT8: ("int", 8), Kind.FLOAT8: ("float", 8)}
 
 
-def check_gptq() -> None:
-    """ZayaError where llm-compressor is not installed."""
+def kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """llm-compressor's `quantize_weight`; ZayaError where it is not installed."""
+    # It logs to what is stdout when it is imported, and stdout may have to be one JSON document.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
     try:
-        import llmcompressor.modifiers.gptq.gptq_quantize  # noqa: F401
+        with redirect_stdout(sys.stderr):
+            from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
     except ImportError as error:
         raise ZayaError(
             "GPTQ needs llm-compressor, which is not installed", "pip install 'zaya-tools[calibrate]'"
         ) from error
+    found: Callable[..., tuple[Tensor, Tensor, Tensor]] = quantize_weight
+    return found
 
 
 def gptq(
@@ -34,12 +43,10 @@ def gptq(
     `scales` [batch, rows, groups] are where it begins: float32, numbers of the stored type `dtype`. The kernel damps by
     1 % of the diagonal's mean and takes columns in the order of their strength; the polishing sees the same.
     """
-    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
-
     columns = weights.shape[-1]
     # Both are the kernel's to overwrite. Scales in float32: it would multiply in their type.
     zero = torch.zeros_like(scales)
-    moved, _, _ = quantize_weight(
+    moved, _, _ = kernel()(
         weights.float().clone(), hessians.clone(), scales, zero, None, _args(scheme), _BLOCK, DAMPING
     )
     start = Rounded(nearest(moved / spread(scales, columns), scheme.kind), scales)

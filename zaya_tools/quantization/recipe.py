@@ -160,6 +160,12 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     return _recipe(path, stated, base)
 
 
+def parse_recipe(text: str, name: str) -> Recipe:
+    """A recipe from the text of a file that extends none; `name` is what errors call it."""
+    path = Path(name)
+    return _recipe(path, _parse(path, text))
+
+
 def _find(name_or_path: str | Path, beside: Path | None = None) -> Path:
     """The file of a recipe: built-in names first, unless it looks like a path."""
     text = str(name_or_path)
@@ -232,9 +238,14 @@ class _Loader(yaml.SafeLoader):
 
 def _read(path: Path) -> _RecipeFile:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return _parse(path, path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text", "a recipe is a YAML file") from error
+
+
+def _parse(path: Path, text: str) -> _RecipeFile:
+    try:
+        document = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}:" if mark else ""

@@ -165,7 +165,7 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
         (["experts"], {}, "rule 1: not a mapping", "a rule has role"),
         ([{**EXPERTS, "observer": "mean"}], {}, "rule 1: 'mean' is not an observer", "minmax, mse"),
         ([EXPERTS], {"observer": "mean"}, "'mean' is not an observer", "minmax, mse"),
-        ([{**EXPERTS, "scheme": "nvfp4a"}], {}, "rule 1: 'nvfp4a' is not a scheme", "did you mean 'nvfp4a16'?"),
+        ([{**EXPERTS, "scheme": "nvfp4a1"}], {}, "rule 1: 'nvfp4a1' is not a scheme", "did you mean 'nvfp4a16'?"),
         ([{**EXPERTS, "scheme": None}], {}, "rule 1: None is not a scheme", "none (full precision)"),
         ([{**EXPERTS, "scheme": {"kind": "nvfp4", "group": 64}}], {}, "no nvfp4 kernels for groups of 64", "of 16"),
         ([{**EXPERTS, "scheme": {"kind": "mxfp4", "group": 16}}], {}, "no mxfp4 kernels for groups of 16", "of 32"),

@@ -99,6 +99,9 @@ def test_the_schemes_are_the_librarys_presets(name: str, preset: str) -> None:
     found = QuantizationConfig.model_validate(CONFIGS[name])
     (scheme,) = found.config_groups.values()
     wanted = preset_name_to_scheme(preset, ["Linear"])
+    for args in (scheme.input_activations, wanted.input_activations):
+        if args is not None:
+            args.observer = None  # how the library would find a scale, which is stored by now
     assert scheme.model_dump(exclude={"format"}) == wanted.model_dump(exclude={"format"})
     from compressed_tensors.compressors.format import infer_module_format
 
@@ -115,6 +118,9 @@ def test_the_schemes_of_the_other_recipes() -> None:
     (scheme,) = QuantizationConfig.model_validate(CONFIGS["int4-g32"]).config_groups.values()
     wanted = preset_name_to_scheme("W4A16", ["Linear"])
     wanted.weights.group_size = 32
+    for args in (scheme.input_activations, wanted.input_activations):
+        if args is not None:
+            args.observer = None  # how the library would find a scale, which is stored by now
     assert scheme.model_dump(exclude={"format"}) == wanted.model_dump(exclude={"format"})
     groups = QuantizationConfig.model_validate(CONFIGS["int4-experts-fp8-attention"]).config_groups.values()
     for scheme, preset in zip(groups, ("FP8_DYNAMIC", "W4A16"), strict=True):

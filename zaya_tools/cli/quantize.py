@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from zaya_tools.checkpoint.run import Converted
     from zaya_tools.quantization.auto import Auto
+    from zaya_tools.quantization.calibrated import Calibration
     from zaya_tools.quantization.conversion import Quantization
     from zaya_tools.quantization.summary import Measured
 
@@ -88,7 +89,7 @@ def quantize(
     from zaya_tools.calibration.data import Choice
     from zaya_tools.checkpoint.destination import check_destination, settle
     from zaya_tools.checkpoint.plan import parse_size
-    from zaya_tools.quantization.auto import RECIPE, choose_recipe
+    from zaya_tools.quantization.auto import RECIPE
     from zaya_tools.quantization.calibrated import Calibration, needs_calibration
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
@@ -99,12 +100,8 @@ def quantize(
     calibration = Calibration(statistics=stats, choice=choice, tokenizer=tokenizer)
     auto = None
     if recipe == AUTO:
-        target = parse_size(target_size) if target_size else None
-        with out.counting("weighing schemes") as weigh:
-            auto = choose_recipe(
-                source, destination, calibration, size=target, bits=target_bits, device=device, resume=resume,
-                force=force, report=lambda stage: weigh(stage.block + 1, stage.blocks, stage.name),
-            )  # fmt: skip
+        target = (parse_size(target_size) if target_size else None, target_bits)
+        auto = _choose(out, source, destination, calibration, target, device=device, resume=resume, force=force)
     elif target_size or target_bits:
         raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
     work = plan_quantization(
@@ -117,7 +114,7 @@ def quantize(
         from zaya_tools.model.device import choose_device
 
         choose_device(device)  # known to be there before anything else is said
-    if auto:
+    if auto is not None:
         show_choice(out, auto)
     if dry_run:
         if not resume:
@@ -125,8 +122,7 @@ def quantize(
         show_rules(out, work)
         show_roles(out, work)
         show_totals(out, work)
-        if auto:
-            out.text(auto.text)
+        out.text(auto.text if auto else "")
         out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
         return
     if work.resolved.schemes and device in ("auto", "cpu"):
@@ -157,6 +153,19 @@ def quantize(
         out.heading(f"{destination} is already complete")
         return
     show_result(out, work, destination, measured)
+
+
+def _choose(
+    out: Output, source: str, destination: Path, calibration: Calibration, target: tuple[int | None, float | None],
+    **options: Any,
+) -> Auto:  # fmt: skip
+    from zaya_tools.quantization.auto import choose_recipe
+
+    with out.counting("weighing schemes") as step:
+        return choose_recipe(
+            source, destination, calibration, size=target[0], bits=target[1], **options,
+            report=lambda stage: step(stage.block + 1, stage.blocks, stage.name),
+        )  # fmt: skip
 
 
 def show_choice(out: Output, auto: Auto) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.recipes --tokens 32768
 
-Each recipe, and each 4-bit one with scales by minmax too, quantizes the tiny checkpoint; `zaya validate` measures the
-result against it on held-out text, in float32.
+Each recipe that needs no data, and each 4-bit one with scales by minmax too, quantizes the tiny checkpoint; `zaya
+validate` measures the result against it on held-out text, in float32.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from tests.quantization.support import DATA_FREE
 from zaya_tools import quantize, validate
 from zaya_tools.data import TINY
 from zaya_tools.evaluation.validation import Settings
 from zaya_tools.quantization.conversion import Quantization
-from zaya_tools.quantization.recipe import load_recipe, recipe_names
+from zaya_tools.quantization.recipe import load_recipe
 from zaya_tools.quantization.summary import summarize
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     print("| recipe | scales by | bytes | bits per weight | perplexity ratio | mean KL | same top token | verdict |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
-        for name in options.only or recipe_names():
+        for name in options.only or DATA_FREE:
             observers = sorted({rule.observer for rule in load_recipe(name).rules if rule.observer})
             for choice in ("minmax", "mse") if observers == ["mse"] else (None,):
                 file = Path(scratch) / "recipe.yaml"

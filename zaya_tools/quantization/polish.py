@@ -20,6 +20,8 @@ SWEEPS = 3
 DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: what few tokens have not shown is not taken for absent."""
 _WIDTH = 128
+_NEAR = 16
+"""Columns among which each one's change is seen at once; the rest see them together, by a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -65,41 +67,56 @@ def polish(
     columns = weight.shape[-1]
     fits = scheme.kind in (Kind.INT4, Kind.INT8, Kind.FLOAT8) and 0 < scheme.columns <= _WIDTH
     width = scheme.columns if fits else min(_WIDTH, columns)
-    numbers, scales = start.numbers.clone(), start.scales.clone()
-    residual = (weight.float() - start.weight()) @ hessians
+    # Columns are gone through one by one: here they are what lies together, [batch, columns, rows].
+    numbers, scales = start.numbers.mT.contiguous(), start.scales.mT.contiguous()
+    residual = hessians @ (weight.float() - start.weight()).mT
+    each = columns // scales.shape[1]
     for _ in range(sweeps):
         for first in range(0, columns, width):
             last = min(first + width, columns)
-            own = spread(scales, columns)[..., first:last]
-            before = numbers[..., first:last] * own
+            own = scales[:, first // each : -(-last // each)].repeat_interleave(min(each, last - first), 1)
+            before = numbers[:, first:last] * own
             inner = hessians[:, first:last, first:last]
-            left = residual[..., first:last].clone()
-            after = _descend(before, own, left, inner, scheme.kind)
-            numbers[..., first:last] = nearest(after / own, scheme.kind)
+            after = _descend(before, own, residual[:, first:last], inner, scheme.kind)
+            found = nearest(after / own, scheme.kind)
+            numbers[:, first:last] = found
             if fits:
-                group = first // width
-                scales[..., group] = _fitted(numbers[..., first:last], scales[..., group], left, inner, dtype)
-                after = numbers[..., first:last] * scales[..., group, None]
-            residual -= (after - before) @ hessians[:, first:last]
-    return Rounded(numbers, scales)
+                left = residual[:, first:last] - inner @ (after - before)
+                scale = _fitted(found, scales[:, first // width], left, inner, dtype)
+                scales[:, first // width] = scale
+                after = found * scale[:, None]
+            residual.baddbmm_(hessians[:, :, first:last], before.sub_(after))
+    return Rounded(numbers.mT.contiguous(), scales.mT.contiguous())
 
 
-def _descend(values: Tensor, scales: Tensor, left: Tensor, inner: Tensor, kind: Kind) -> Tensor:
-    """Round each column [batch, rows] of `values` anew, in order; `left`, the residual, is kept up to date."""
-    values = values.clone()
-    for column in range(values.shape[-1]):
-        at = scales[..., column]
-        wanted = values[..., column] + left[..., column] / inner[:, column, column, None]
-        moved = nearest(wanted / at, kind) * at - values[..., column]
-        values[..., column] += moved
-        left -= moved[..., None] * inner[:, column, None, :]
+def _descend(values: Tensor, scales: Tensor, residual: Tensor, inner: Tensor, kind: Kind) -> Tensor:
+    """Round the columns [batch, columns, rows] of `values` anew, in order, each seeing what became of those before."""
+    values, left = values.clone(), residual.clone()
+    steps = torch.diagonal(inner, dim1=-2, dim2=-1)[..., None]
+    width = values.shape[1]
+    for first in range(0, width, _NEAR):
+        last = min(first + _NEAR, width)
+        start = values[:, first:last].clone()
+        for column in range(first, last):
+            at = scales[:, column]
+            moved = left[:, column] / steps[:, column]
+            moved += values[:, column]
+            moved = nearest(moved.div_(at), kind).mul_(at).sub_(values[:, column])
+            values[:, column] += moved
+            if column + 1 < last:
+                left[:, column + 1 : last] -= inner[:, column + 1 : last, column, None] * moved[:, None]
+        if last < width:
+            left[:, last:] -= inner[:, last:, first:last] @ (values[:, first:last] - start)
     return values
 
 
 def _fitted(numbers: Tensor, scale: Tensor, left: Tensor, inner: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale [batch, rows] that fits a group's numbers best, as a `dtype`; the present one where that loses."""
-    gain = (numbers * left).sum(-1)
-    curve = ((numbers @ inner) * numbers).sum(-1)
+    """The scale [batch, rows] that fits a group's numbers [batch, columns, rows] best, as a `dtype`.
+
+    The present one stays where that loses.
+    """
+    gain = (numbers * left).sum(1)
+    curve = ((inner @ numbers) * numbers).sum(1)
     wanted = (scale + gain / curve.clamp_min(torch.finfo(torch.float32).tiny)).to(dtype).float()
     step = wanted - scale
     better = (step * step * curve < 2 * step * gain) & (wanted > 0) & wanted.isfinite()

@@ -29,8 +29,8 @@ from zaya_tools.quantization.kernels import (
 from zaya_tools.quantization.quantize import Facts, Quantized
 from zaya_tools.quantization.scheme import Kind, Scheme
 
-FACTORS = tuple(round(1.08 - 0.02 * step, 2) for step in range(34))
-"""Of the scale that the largest magnitude gives: from a little more to a bit over a third of it."""
+FACTORS = (1.06, 0.96, 0.9, 0.84, 0.78, 0.72, 0.65, 0.57, 0.48)
+"""Of the scale that the largest magnitude gives. Few: least squares, and later the polishing, find what is between."""
 _REFINED = 3
 _STEPS = {Kind.MXFP4: range(-1, 2), Kind.NVFP4: range(-8, 9)}
 _BLOCK = 1 << 22

@@ -246,6 +246,13 @@ def test_an_expert_that_overflows_stops_the_run_by_name(tmp_path: Path) -> None:
         assert not (tmp_path / name).exists()
 
 
+def test_inputs_that_cannot_be_are_named_by_block_and_expert(tmp_path: Path) -> None:
+    model = scaled(tmp_path / "wild", "model.layers.3.zaya_block.experts.local_experts.4.linear_fc1.weight", 1e6)
+    with pytest.raises(ZayaError, match=r"model\.layers\.1\.mlp\.experts\.down_proj, expert 4: inputs up to"):
+        quantize(model, tmp_path / "out", "fp8-static", calibration=GIVEN)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_stop_the_run(value: float, tmp_path: Path) -> None:
     calibrate(TINY, tmp_path / "stats", Settings(CHOICE))

@@ -179,8 +179,11 @@ class Pass:
     def measure(self, ids: Tensor) -> tuple[dict[str, Moments], tuple[BlockCoverage, ...]]:
         """Moments by parameter name, and coverage by block, of these sequences."""
         a = self.weights.architecture
-        states = Stream(self.weights, self.ends, ids, budget=self.budget)
-        done = self.space.load_states("measuring", states)
+        states = None
+        done = a.blocks - 1
+        if self.space.read(f"block-measured-{done}.json") is None:
+            states = Stream(self.weights, self.ends, ids, budget=self.budget)
+            done = self.space.load_states("measuring", states)
         moments: dict[str, Moments] = {}
         blocks: list[BlockCoverage] = []
         for index in range(done + 1):
@@ -189,6 +192,8 @@ class Pass:
             assert record is not None
             record["expert_tokens"] = tuple(record["expert_tokens"])
             blocks.append(BlockCoverage(**record))
+        if states is None:
+            return moments, tuple(blocks)
         started = time.monotonic()
         for index, block in enumerate(self.weights.blocks(done + 1), done + 1):
             observer = Observer(a, index, block, self.weights.device)
@@ -200,6 +205,8 @@ class Pass:
             self.space.write_tensors(f"block-measured-{index}", tensors(own, a, (index,)))
             coverage = self._done("measuring", states, layer, observer.entropy, time.monotonic() - started)
             blocks.append(coverage)
+        # They are large, and all that was wanted of them is kept by now.
+        self.space.forget_states("measuring")
         return moments, tuple(blocks)
 
     def _done(self, stage: str, states: Stream, layer: Layer, entropy: float, seconds: float) -> BlockCoverage:

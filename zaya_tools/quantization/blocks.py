@@ -36,6 +36,9 @@ STAGE = "quantized"
 Report = Callable[[int, int], None]
 """Takes the block just done and how many there are."""
 
+_BELIEVABLE = (1e-6, 1e7)
+"""Largest inputs of a layer beyond which something is wrong with the model or the text."""
+
 _REACH = {Activations.TENSOR: 448.0, Activations.LOCAL: 448.0 * 6.0}
 
 
@@ -177,6 +180,12 @@ class _Block:
             raise ZayaError(
                 f"{parameter.name}: no token reached any expert, so that its inputs' scale is unknown",
                 "calibrate on more text",
+            )
+        if not _BELIEVABLE[0] < largest < _BELIEVABLE[1]:
+            which = f", expert {part}" if len(held.tokens) > 1 else ""
+            raise ZayaError(
+                f"{parameter.name}{which}: inputs up to {largest:.3g} cannot be those of a sound model",
+                "check the source with `zaya validate`, and the text that it was calibrated on",
             )
         if scheme.activations is Activations.TENSOR:
             scale = torch.tensor([largest / _REACH[scheme.activations]]).to(self._dtypes[parameter.local])

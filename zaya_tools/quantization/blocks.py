@@ -96,7 +96,7 @@ def quantize_blocks(
 
 
 class _Block:
-    """One block on its way to fewer bits; `tensors`, by native local name, become what the stored ones mean."""
+    """One block on its way to fewer bits; where data run along, `tensors` become what the stored ones mean."""
 
     def __init__(
         self, weights: Weights, index: int, decisions: Mapping[str, Decision], moments: Mapping[str, Moments],
@@ -166,7 +166,8 @@ class _Block:
                 one.tensors["weight_shape"] = torch.tensor([rows, columns])
             if scheme.activations.calibrated:
                 one.tensors.update(self._input_scale(parameter, scheme, number // parts))
-        self.tensors[local] = restored(task, made).view(weight.shape)
+        if self._states is not None:  # what comes after sees what was stored
+            self.tensors[local] = restored(task, made).view(weight.shape)
         return made
 
     def _input_scale(self, parameter: Parameter, scheme: Scheme, part: int) -> dict[str, Tensor]:

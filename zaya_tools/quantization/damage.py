@@ -21,6 +21,7 @@ from zaya_tools.calibration.observing import sites
 from zaya_tools.dtypes import SIZES
 from zaya_tools.evaluation import head
 from zaya_tools.model.block import Block
+from zaya_tools.model.experts import DenseExperts
 from zaya_tools.model.linear import Linear
 from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import BUDGET, Stream
@@ -29,7 +30,7 @@ from zaya_tools.parameters import Parameter, Role
 from zaya_tools.quantization.fit import Task, fit, restored
 from zaya_tools.quantization.hessian import sketched
 from zaya_tools.quantization.kernels import nearest
-from zaya_tools.quantization.resolve import unfit
+from zaya_tools.quantization.resolve import matrices, unfit
 from zaya_tools.quantization.scheme import IMATRIX, SCHEMES, Activations, Kind, Scheme
 
 CANDIDATES = ("int4", "int4-g32", "int8")
@@ -111,11 +112,9 @@ def _nbytes(parameter: Parameter, scheme: Scheme | None, weights: Weights) -> in
     dtype = bound.tensor.dtype if bound.tensor is not None else "BF16"
     if scheme is None:
         return parameter.numel * SIZES[dtype]
-    count = parameter.shape[0] if len(parameter.shape) == 3 else 1
-    halves = 2 if "gate_up" in parameter.local else 1
-    rows, columns = parameter.shape[-2] // halves, parameter.shape[-1]
-    each = sum(prod(s.shape) * SIZES[s.dtype] for s in scheme.stored(rows, columns, dtype))
-    return count * halves * each
+    count, columns = matrices(parameter), parameter.shape[-1]
+    rows = parameter.numel // columns // count
+    return count * sum(prod(s.shape) * SIZES[s.dtype] for s in scheme.stored(rows, columns, dtype))
 
 
 def _try_all(
@@ -146,13 +145,14 @@ def _quantized(
     """What parameters become, by native local name, and the mean relative square error of their outputs."""
     changed: dict[str, Tensor] = {}
     errors = []
+    down = sites(weights.architecture, chosen[0].block or 0).down
     for parameter in chosen:
         weight = tensors[parameter.local]
         stacked = weight if weight.ndim == 3 else weight[None]
         known = moments[parameter.name]
-        hessians = sketched(known, shared="down_proj" not in parameter.local, device=weights.device)
-        halves = 2 if "gate_up" in parameter.local else 1
-        task = Task(parameter.name, stacked, halves, scheme, IMATRIX, weight.dtype)
+        hessians = sketched(known, shared=parameter not in down, device=weights.device)
+        parts = matrices(parameter) // len(stacked)
+        task = Task(parameter.name, stacked, parts, scheme, IMATRIX, weight.dtype)
         became = restored(task, fit(task, hessians))
         gap = stacked.float() - became
         lost, whole = (float(((w @ hessians) * w).sum()) for w in (gap, stacked.float()))
@@ -174,13 +174,12 @@ class _RoundedInputs:
 
 @dataclass(frozen=True)
 class _RoundedExperts:
-    inner: object
+    inner: DenseExperts
     kind: Kind
 
     def __call__(self, expert: int, rows: Tensor) -> Tensor:
-        inner = self.inner.inner(expert, _round(rows, self.kind))  # type: ignore[attr-defined]
-        out: Tensor = self.inner.outer(expert, _round(inner, self.kind))  # type: ignore[attr-defined]
-        return out
+        middle = self.inner.inner(expert, _round(rows, self.kind))
+        return self.inner.outer(expert, _round(middle, self.kind))
 
 
 def _round(x: Tensor, kind: Kind) -> Tensor:
@@ -193,6 +192,7 @@ def _rounding(block: Block, role: str, scheme: Scheme) -> Block:
     if scheme.activations is not Activations.TOKEN:
         return block
     if role == "experts":
+        assert isinstance(block.experts, DenseExperts)
         return replace(block, experts=_RoundedExperts(block.experts, scheme.kind))
     attention = block.attention
     return replace(

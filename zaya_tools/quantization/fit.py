@@ -25,7 +25,6 @@ class Task:
     """`weight` [matrices, rows, columns] of one parameter: one matrix, or one an expert, gate above up.
 
     Each is stored as `parts` equal row blocks. `dtype` is that of the weights as trained, which scales take on.
-    `trained` are the weights that errors are counted from, where smoothing has scaled `weight`.
     """
 
     name: str

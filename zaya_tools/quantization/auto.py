@@ -84,6 +84,8 @@ def choose_recipe(
         raise ZayaError(
             "recipe auto needs to know its inputs", "give --stats FILE, which `zaya calibrate` makes, or --data"
         )
+    if calibration.choice is not None and calibration.choice.data == "-":
+        raise ZayaError("auto reads its data twice, and standard input can be read once", "give a file to --data")
     folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.folder
     choice = calibration.choice or Choice()
     ids = sample(choice, folder, weights.architecture.vocab_size).ids

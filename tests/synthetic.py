@@ -16,13 +16,16 @@ from zaya_tools.architecture import Architecture, native_config
 from zaya_tools.checkpoint.header import build_header
 from zaya_tools.dtypes import SIZES
 from zaya_tools.layouts.base import Layout, Part
+from zaya_tools.layouts.megatron import MEGATRON
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW, SMOE
 from zaya_tools.layouts.raw_config import raw_config
 from zaya_tools.parameters import Parameter, Role, parameters
 from zaya_tools.tensors import TensorInfo
 
-LAYOUTS: dict[str, Layout] = {"raw": RAW, "smoe": SMOE, "native": NATIVE, "native per expert": NATIVE_PER_EXPERT}
+LAYOUTS: dict[str, Layout] = {
+    "raw": RAW, "smoe": SMOE, "megatron": MEGATRON, "native": NATIVE, "native per expert": NATIVE_PER_EXPERT,
+}  # fmt: skip
 """Every layout, under the names that test ids show."""
 
 TORCH = {
@@ -138,6 +141,7 @@ def smoe_config(architecture: Architecture, padding: int = 0) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[[Architecture], dict[str, Any]]] = {
     "raw": raw_config,
     "smoe": smoe_config,
+    "megatron": raw_config,
     "native": native_config,
     "native per expert": native_config,
 }

@@ -8,13 +8,15 @@ if TYPE_CHECKING:
     from zaya_tools.calibration.run import calibrate
     from zaya_tools.checkpoint.conversion import convert
     from zaya_tools.checkpoint.inspection import inspect
+    from zaya_tools.checkpoint.opening import Reading
     from zaya_tools.evaluation.validation import validate
     from zaya_tools.quantization.conversion import quantize
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "convert", "inspect", "quantize", "validate"]
+__all__ = ["Reading", "__version__", "calibrate", "convert", "inspect", "quantize", "validate"]
 
 _HOMES = {
+    "Reading": "zaya_tools.checkpoint.opening",
     "calibrate": "zaya_tools.calibration.run",
     "convert": "zaya_tools.checkpoint.conversion",
     "inspect": "zaya_tools.checkpoint.inspection",

@@ -208,7 +208,7 @@ def test_clamped_temperatures_are_baked_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "megatron"}, "unknown layout 'megatron'"),
+        ({"to": "gguf"}, "unknown layout 'gguf'"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"dtype": ""}, "unknown dtype ''"),
         ({"max_shard_size": "much"}, "'much' is not a size"),

@@ -44,6 +44,7 @@ from zaya_tools.dtypes import FLOATS, SIZES
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.layouts.base import Layout
 from zaya_tools.layouts.match import Match, match, require
+from zaya_tools.layouts.megatron import MEGATRON
 from zaya_tools.layouts.native import NATIVE
 from zaya_tools.layouts.raw import RAW, SMOE
 from zaya_tools.parameters import PROTECTED, Role, parameters
@@ -63,8 +64,9 @@ def with_leftovers(layout: Layout, architecture: Architecture) -> dict[str, Tens
     stored = headers(layout, architecture)
     position = sum(tensor.nbytes for tensor in stored.values())
     extra: dict[str, tuple[int, ...]] = {"model.layers.0.mlp.gate.router_states_scale": (architecture.router_width,)}
-    if layout in (RAW, SMOE):
-        router = "model.layers.1." + ("zaya_block" if layout is RAW else "smoe_block") + ".router."
+    if layout in (RAW, SMOE, MEGATRON):
+        before = "decoder" if layout is MEGATRON else "model"
+        router = f"{before}.layers.1." + ("smoe_block" if layout is SMOE else "zaya_block") + ".router."
         extra = {f"{router}router_states_scale": (architecture.router_width,), f"{router}balance_m": (3,)}
     if architecture.tied:
         extra["lm_head.weight"] = (architecture.vocab_size, architecture.hidden_size)

@@ -115,10 +115,11 @@ def test_only_pickles_are_named_and_not_opened(tmp_path: Path) -> None:
     for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "optimizer.pt"):
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     error = fails(
-        tmp_path, r"no safetensors files, only pickles \(optimizer\.pt, pytorch_model-00001-of-00002\.bin and 1"
+        tmp_path,
+        r"no safetensors files, only pickles of unknown use \(optimizer\.pt, pytorch_model-00001-of-00002\.bin and 1",
     )
     assert error.hint is not None
-    assert "safetensors" in error.hint
+    assert "file" in error.hint
 
 
 def test_files_without_tensors(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_no_command_shows_the_help(zaya: Zaya) -> None:
         (["convert", "a", "b", "c"], "unexpected extra argument", "zaya convert --help"),
         (["convert", "a", "b", "--bogus"], "No such option: --bogus", "zaya convert --help"),
         (["convert", "a", "b", "--dtype", "fp8"], "'fp8'", "zaya convert --help"),
-        (["convert", "a", "b", "--to", "megatron"], "'megatron'", "zaya convert --help"),
+        (["convert", "a", "b", "--to", "gguf"], "'gguf'", "zaya convert --help"),
         (["convert", "a", "b", "--workers", "0"], "--workers", "zaya convert --help"),
         (["convert", "a", "b", "--workers", "two"], "--workers", "zaya convert --help"),
     ],

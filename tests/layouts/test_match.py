@@ -322,8 +322,6 @@ REFUSED = {
     "vision language text": ("model.layers.0.attn.self_attn.qkv.linear_q.weight", "VL"),
     "vision adapter": ("model.layers.0.mlp.zaya_block.experts.local_experts.0.lora_fc1.0.weight", "VL"),
     "mlx": ("model.layers.1.zaya_block.experts.switch_mlp.gate_proj.weight", "MLX"),
-    "megatron": ("decoder.layers.0.self_attn.linear_q.weight", "decoder.layers"),
-    "megatron in a module": ("module.decoder.layers.1.zaya_block.router.down_proj.weight", "decoder.layers"),
 }
 
 
@@ -344,7 +342,20 @@ def test_two_layouts_in_one_folder_are_refused() -> None:
     assert "(native)" in caught.value.message
 
 
-@pytest.mark.parametrize("names", [[], ["transformer.h.0.attn.weight"], ["model.embed_tokens.weight"]], ids=str)
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.self_attn.linear_q.weight", "module.decoder.layers.1.zaya_block.router.down_proj.weight"]
+)
+def test_a_trainers_names_among_raw_ones_are_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match="more than one layout") as caught:
+        read({**raw_headers(), name: header(name, (8, 8))})
+    assert f"{name} (megatron)" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[], ["transformer.h.0.attn.weight"], ["model.embed_tokens.weight"], ["decoder.layers.0.mlp.linear_fc1.weight"]],
+    ids=str,
+)
 def test_other_models_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match=f"no ZAYA1 tensors among {len(names)} names"):
         read({name: header(name, (8, 8)) for name in names})

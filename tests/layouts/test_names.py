@@ -17,6 +17,7 @@ from tests.strategies import architectures
 from tests.synthetic import GEOMETRIES, LAYOUTS, config_of, header, headers, small
 from zaya_tools.architecture import Architecture
 from zaya_tools.layouts.base import Layout
+from zaya_tools.layouts.detect import RAW_FAMILY
 from zaya_tools.layouts.match import match
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW, SMOE
@@ -52,7 +53,7 @@ def test_parts_cut_every_parameter_without_overlap_or_gap(architecture: Architec
 def test_single_tensors_are_found_under_their_local_name(architecture: Architecture, layout: Layout) -> None:
     for parameter in parameters(architecture):
         last = parameter.block == architecture.blocks - 1 and parameter.local.startswith("post_mlp_residual_scale.")
-        if parameter.block is None or parameter.role is Role.EXPERT or (last and layout in (RAW, SMOE)):
+        if parameter.block is None or parameter.role is Role.EXPERT or (last and layout in RAW_FAMILY):
             continue
         (part,) = layout.parts(parameter, architecture)
         assert layout.local_name(parameter.local, parameter.block) == part.name

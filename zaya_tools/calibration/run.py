@@ -97,7 +97,7 @@ def calibrate(
     weights = Weights.open(folder, dtype=DTYPES[wanted.dtype], device=choose_device(wanted.device))
     if weights.found.quantized:
         raise LayoutError(f"{name} is quantized already", "calibrate the checkpoint that it was made from")
-    tokenizer = Path(wanted.tokenizer).expanduser() if wanted.tokenizer else folder
+    tokenizer = Path(wanted.tokenizer).expanduser() if wanted.tokenizer else weights.source.side_folder
     drawn = sample(wanted.choice, tokenizer, weights.architecture.vocab_size, pool=POOL if wanted.balance else 1)
     who = identity(weights.found)
     options = {**asdict(wanted.choice), "balance": wanted.balance, "dtype": wanted.dtype}

@@ -66,8 +66,11 @@ def check_replaceable(destination: Path, force: bool) -> None:
             f"{destination} has no {MANIFEST} of zaya's: zaya did not write it",
             "nothing that zaya did not write is deleted",
         )
-    for entry in sorted(destination.iterdir()):
-        if entry.name != MANIFEST and not _as_listed(entry, written.get(entry.name)):
+    for entry in sorted(destination.rglob("*")):
+        name = entry.relative_to(destination).as_posix()
+        if entry.is_dir() and not entry.is_symlink() and any(known.startswith(f"{name}/") for known in written):
+            continue
+        if name != MANIFEST and not _as_listed(entry, written.get(name)):
             raise DestinationError(
                 f"{entry} is not a file that zaya wrote, or was changed since",
                 "move it away: nothing that zaya did not write is deleted",
@@ -101,10 +104,15 @@ def _digest(file: Path) -> str:
 
 
 def remove_written(folder: Path) -> None:
-    """Delete the files in a folder that its manifest lists, then the folder if nothing else is in it."""
+    """Delete the files below a folder that its manifest lists, then the folders in which nothing else is."""
     written = listed_files(folder)
-    for entry in list(folder.iterdir()):  # never the names of the manifest: they could point out of the folder
-        if entry.name in written and entry.name != MANIFEST:
+    below = sorted(folder.rglob("*"), reverse=True)  # what is in a folder comes before the folder
+    for entry in below:  # never the names of the manifest: they could point out of the folder
+        name = entry.relative_to(folder).as_posix()
+        if entry.is_dir() and not entry.is_symlink():
+            if any(known.startswith(f"{name}/") for known in written) and not any(entry.iterdir()):
+                entry.rmdir()
+        elif name in written and name != MANIFEST:
             entry.unlink()
     (folder / MANIFEST).unlink(missing_ok=True)
     if not any(folder.iterdir()):

@@ -23,12 +23,21 @@ _MAX_NUMBER = 2**63  # what fits no file; with the rank it also bounds the produ
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of one file, in file order, its size and the raw bytes of its header."""
+    """The tensors of one file, in file order, its size and the raw bytes of its header.
+
+    `label` is the name in records where the file's own name is not unique in the checkpoint.
+    """
 
     file: Path
     size: int
     raw: bytes
     tensors: tuple[TensorInfo, ...]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The file's name in records."""
+        return self.label or self.file.name
 
 
 def read_header(file: Path) -> Header:

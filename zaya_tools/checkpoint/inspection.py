@@ -10,9 +10,9 @@ from typing import Any
 from zaya_tools.architecture import Architecture
 from zaya_tools.checkpoint.conversion import plan_match
 from zaya_tools.checkpoint.hub import locate
+from zaya_tools.checkpoint.opening import Reading, open_checkpoint
 from zaya_tools.checkpoint.sidefiles import SideFiles, side_files
 from zaya_tools.checkpoint.skip import SkipClass, skip_classes
-from zaya_tools.checkpoint.source import open_source
 from zaya_tools.errors import ZayaError
 from zaya_tools.layouts.match import Match, match
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
@@ -110,15 +110,17 @@ class Inspection:
         }
 
 
-def inspect(source: str | Path) -> Inspection:
-    """Report on a checkpoint, a folder or a hub id, of any size, without reading its weights.
+def inspect(source: str | Path, reading: Reading | None = None) -> Inspection:
+    """Report on a checkpoint, a folder, a file or a hub id, of any size, without reading its weights.
+
+    `reading` chooses an iteration of a run and completes what the checkpoint says of itself.
 
     Raises a ZayaError where there is nothing to report on: unreadable files, or no ZAYA1 layout or geometry.
     """
     folder, name = locate(str(source))
-    opened = open_source(folder)
+    opened = open_checkpoint(folder, reading)
     found = match(opened.tensors, opened.config, str(folder))
-    notes, warnings = list(found.notes), []
+    notes, warnings = [*opened.notes, *found.notes], []
     dropped = dict(found.drops)
     convertible, verdict = False, "incomplete or inconsistent: convert would refuse it"
     if not found.problems:
@@ -150,7 +152,7 @@ def inspect(source: str | Path) -> Inspection:
         notes=tuple(notes),
         warnings=tuple(warnings),
         skip=skip_classes(found),
-        sides=side_files(folder),
+        sides=side_files(opened.side_folder, opened.weight_names),
         convertible=convertible,
         complete=not found.problems,
         verdict=verdict,

@@ -22,7 +22,7 @@ FORMAT = 1
 
 def source_files(headers: Sequence[Header]) -> dict[str, Any]:
     """Size and header digest of every source file, by name."""
-    return {h.file.name: {"bytes": h.size, "header_blake3": blake3(h.raw).hexdigest()} for h in headers}
+    return {h.name: {"bytes": h.size, "header_blake3": blake3(h.raw).hexdigest()} for h in headers}
 
 
 def manifest(

@@ -313,16 +313,22 @@ def _fits(group: Group) -> bool:
     return True
 
 
+def _place(piece: Piece) -> list[Any]:
+    tensor = piece.tensor
+    chunks = [[c.file.name, c.start, c.row, c.rows, c.column, c.width] for c in tensor.chunks]
+    return [tensor.file.name, tensor.start + piece.offset, *([piece.offset, chunks] if chunks else [])]
+
+
 def fingerprint(plan: Plan, headers: Sequence[Header], extra: Mapping[str, Any]) -> str:
     """A digest of everything that decides the output: plan, source files (size, time, header) and `extra`."""
     digest = blake3()
     for header in headers:
         stamp = header.file.stat().st_mtime_ns
-        digest.update(json.dumps([header.file.name, header.size, stamp, blake3(header.raw).hexdigest()]).encode())
+        digest.update(json.dumps([header.name, header.size, stamp, blake3(header.raw).hexdigest()]).encode())
     for shard in plan.shards:
         digest.update(shard.filename.encode() + shard.header)
         for output in shard.outputs:
-            pieces = [[p.tensor.file.name, p.tensor.start + p.offset, p.nbytes] for p in output.pieces]
+            pieces = [[*_place(p), p.nbytes] for p in output.pieces]
             digest.update(json.dumps([output.operation, output.source_dtype, pieces]).encode())
     digest.update(json.dumps(extra, sort_keys=True).encode())
     return digest.hexdigest()

@@ -18,9 +18,10 @@ import numpy as np
 from blake3 import blake3
 
 from zaya_tools.checkpoint.plan import BAKE, COPY, Output, Piece, Shard
+from zaya_tools.checkpoint.ranges import Files, holder, read_range
 from zaya_tools.checkpoint.shardfile import ShardFile, page_aligned
 from zaya_tools.checkpoint.source import BLOCK, stretches
-from zaya_tools.checkpoint.threads import Order, Sources, run
+from zaya_tools.checkpoint.threads import Order, run
 from zaya_tools.dtypes import SIZES, Bytes, from_float32, nonfinite, to_float32
 from zaya_tools.errors import NonFiniteError
 from zaya_tools.tensors import TensorInfo
@@ -115,7 +116,7 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
                 running[0] = blake3()
 
     with ExitStack() as stack:
-        sources = Sources(stack)
+        files = stack.enter_context(Files())
         target = stack.enter_context(ShardFile(file))
 
         def work() -> None:
@@ -126,7 +127,7 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
                 if block is None:
                     return
                 start, end, regions = block
-                reads = _fill(buffer, start, end, regions, shard.header, sources)
+                reads = _fill(buffer, start, end, regions, shard.header, files)
                 order.wait(ticket)
                 hash_in_order(buffer[: end - start], reads)
                 order.done()
@@ -139,9 +140,7 @@ def write_shard(shard: Shard, file: Path, workers: int, advance: Callable[[int],
     return ShardDigest(digest.hexdigest(), shard.nbytes, tuple(segments))
 
 
-def _fill(
-    buffer: Bytes, start: int, end: int, regions: Sequence[_Region], header: bytes, sources: Sources
-) -> list[_Read]:
+def _fill(buffer: Bytes, start: int, end: int, regions: Sequence[_Region], header: bytes, files: Files) -> list[_Read]:
     """Fill a block, bytes [start, end) of the file, and return the source bytes that it was made of."""
     reads = []
     for region in regions:
@@ -154,7 +153,7 @@ def _fill(
         wide, narrow = SIZES[output.source_dtype], SIZES[output.dtype]
         offset, length = (low - region.start) // narrow * wide, (high - low) // narrow * wide
         data = place if output.operation == COPY else np.empty(length, np.uint8)
-        sources.read(piece.tensor, piece.offset + offset, data)
+        read_range(piece.tensor, piece.offset + offset, data, files)
         if nonfinite(data, piece.tensor.dtype) is not None:
             report_nonfinite(piece.tensor)
         if output.operation != COPY:
@@ -192,8 +191,9 @@ def report_nonfinite(tensor: TensorInfo) -> None:
         if mask is not None:
             first = offset // SIZES[tensor.dtype] + int(mask.argmax()) if first < 0 else first
             count += int(mask.sum())
+    where = holder(tensor, first * SIZES[tensor.dtype])
     many = "1 value is" if count == 1 else f"{count:,} values are"
     raise NonFiniteError(
-        f"{tensor.name}: {many} NaN or infinite, the first at {_position(tensor, first)} (in {tensor.file.name})",
+        f"{tensor.name}: {many} NaN or infinite, the first at {_position(tensor, first)} (in {where})",
         "the checkpoint is broken: go back to one from before the training diverged",
     )

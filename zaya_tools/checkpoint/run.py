@@ -12,11 +12,12 @@ from blake3 import blake3
 
 from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.destination import check_destination, listed_files, settle
+from zaya_tools.checkpoint.handover import is_run, run_files
 from zaya_tools.checkpoint.manifest import manifest, source_files
 from zaya_tools.checkpoint.plan import Plan, fingerprint
 from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.checkpoint.sidefiles import MANIFEST, SideFiles
-from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, read_json, read_stretches
+from zaya_tools.checkpoint.source import CONFIG, INDEX, Source, read_json, read_stretches, same_bytes
 from zaya_tools.checkpoint.writer import WriteShard, discard_finished, open_workspace, recover
 from zaya_tools.errors import SourceError
 from zaya_tools.layouts.match import Match
@@ -81,9 +82,9 @@ def execute(
         discard_finished(target, stamp)
         return Converted(target, work, {}, already_complete=True)
     check_destination(target, work.source.folder, force)
-    small = {name: _side_file(work.source.folder / name) for name in work.sides.copied}
-    small[CONFIG] = _json(work.config)
-    small[INDEX] = _json(work.plan.index())
+    _check_replicas(work.source)
+    small = {name: _side_file(work.source.side_folder / name) for name in work.sides.copied}
+    small |= run_files() if is_run(work.plan) else _config_files(work)
     with open_workspace(target, work.plan, stamp, resume=resume, force=force) as space:
         advance(sum(s.nbytes for digest in space.finished.values() for s in digest.segments))
         digests = space.write(work.plan, write)
@@ -106,6 +107,20 @@ def execute(
         space.add(MANIFEST, record)
         space.publish(target, force)
     return Converted(target, work, digests)
+
+
+def _check_replicas(opened: Source) -> None:
+    """What ranks hold in common has to be the same in all of them: one is used, so the others are compared with it."""
+    for first, other in opened.replicas:
+        if not same_bytes(first, other):
+            raise SourceError(
+                f"{first.name} differs between {first.file.parent.name} and {other.file.parent.name}",
+                "the ranks are of different checkpoints, or training went apart: no export can choose between them",
+            )
+
+
+def _config_files(work: Conversion) -> dict[str, bytes]:
+    return {CONFIG: _json(work.config), INDEX: _json(work.plan.index())}
 
 
 def _json(value: Any) -> bytes:

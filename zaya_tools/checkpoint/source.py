@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zaya_tools.checkpoint.header import Header, read_header
+from zaya_tools.checkpoint.ranges import Files, read_range
 from zaya_tools.dtypes import Bytes
 from zaya_tools.errors import SourceError, listing
 from zaya_tools.tensors import TensorInfo
@@ -28,7 +28,11 @@ BLOCK = 4 * 2**20
 class Source:
     """Config, tensors by name, and the headers of the files that hold them.
 
-    `ignored` are safetensors files beside the checkpoint that its index does not name.
+    `folder` is the checkpoint itself, a single file included; tokenizer and the like are looked for in `sides`
+    (None: in the folder). `ignored` are safetensors files beside the checkpoint that its index does not name,
+    `notes` what else its reader should be told. `replicas` are pairs of tensors of which only the first is used,
+    because ranks hold the same tensor: whoever converts makes sure that they do. `stamp` tells what was asked for
+    while opening that neither config nor headers show.
     """
 
     folder: Path
@@ -36,6 +40,21 @@ class Source:
     tensors: Mapping[str, TensorInfo]
     headers: tuple[Header, ...]
     ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    replicas: tuple[tuple[TensorInfo, TensorInfo], ...] = ()
+    sides: Path | None = None
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def side_folder(self) -> Path:
+        """Where tokenizer, chat template and the like are."""
+        return self.sides or self.folder
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """What in the side folder holds the weights that were opened."""
+        inside = (header.file for header in self.headers if header.file.is_relative_to(self.side_folder))
+        return frozenset(file.relative_to(self.side_folder).parts[0] for file in inside)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +82,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def open_source(folder: Path) -> Source:
-    """Open a checkpoint folder from its config, index and headers.
+def open_source(folder: Path, override: Mapping[str, Any] | None = None) -> Source:
+    """Open a folder of safetensors files from its config, index and headers.
 
+    `override` completes or replaces keys of the config, and stands in for it where there is none.
     Raises SourceError for a missing config or weights, an index that points outside the folder or disagrees
     with the files, a tensor in two files, and any file whose header does not hold (see `read_header`).
     """
@@ -89,7 +109,7 @@ def open_source(folder: Path) -> Source:
                 f"{len(absent)} of {len(files)} files that {INDEX} names are missing: {listing(absent)}",
                 "the download is not complete",
             )
-    config = read_json(folder / CONFIG)
+    config = {} if override and not (folder / CONFIG).exists() else read_json(folder / CONFIG)
     with ThreadPoolExecutor(max_workers=min(8, len(files))) as pool:
         headers = tuple(pool.map(lambda name: read_header(folder / name), files))
     tensors = _merge(headers)
@@ -97,15 +117,16 @@ def open_source(folder: Path) -> Source:
         _check_index(weight_map, tensors)
     if not tensors:
         raise SourceError(f"{folder}: the safetensors files hold no tensors")
-    return Source(folder, config, tensors, headers, tuple(name for name in present if name not in files))
+    ignored = tuple(name for name in present if name not in files)
+    return Source(folder, {**config, **(override or {})}, tensors, headers, ignored)
 
 
 def _explain_no_weights(folder: Path) -> None:
     pickles = [p.name for p in sorted(folder.iterdir()) if p.suffix in {".bin", ".pt", ".pth", ".distcp"}]
     if pickles:
         raise SourceError(
-            f"{folder}: no safetensors files, only pickles ({listing(pickles, 2)})",
-            "pickles are not loaded: save the model as safetensors first",
+            f"{folder}: no safetensors files, only pickles of unknown use ({listing(pickles, 2)})",
+            "give the file with the model's weights itself",
         )
     raise SourceError(f"{folder}: no safetensors files", "give the folder that holds the weights")
 
@@ -157,9 +178,14 @@ def _check_index(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo
 
 def read_bytes(tensor: TensorInfo) -> Bytes:
     """All bytes of one tensor, uint8 [nbytes]. For small tensors: the engine streams large ones."""
-    data = np.empty(tensor.nbytes, np.uint8)
-    with tensor.file.open("rb", buffering=0) as stream:
-        read_into(stream.fileno(), data, tensor.start, tensor.file.name)
+    return read_stretch(tensor, 0, tensor.nbytes)
+
+
+def read_stretch(tensor: TensorInfo, offset: int, nbytes: int) -> Bytes:
+    """Bytes [offset, offset + nbytes) of a tensor."""
+    data = np.empty(nbytes, np.uint8)
+    with Files() as files:
+        read_range(tensor, offset, data, files)
     return data
 
 
@@ -170,10 +196,10 @@ def stretches(tensor: TensorInfo) -> Iterator[tuple[int, Bytes]]:
 
 def read_stretches(tensor: TensorInfo, start: int, nbytes: int) -> Iterator[Bytes]:
     """Bytes [start, start + nbytes) of a tensor, BLOCK of them at a time."""
-    with tensor.file.open("rb", buffering=0) as stream:
+    with Files() as files:
         for offset in range(0, nbytes, BLOCK):
             data = np.empty(min(BLOCK, nbytes - offset), np.uint8)
-            read_into(stream.fileno(), data, tensor.start + start + offset, tensor.file.name)
+            read_range(tensor, start + offset, data, files)
             yield data
 
 
@@ -183,17 +209,3 @@ def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
         return False
     pairs = zip(stretches(first), stretches(second), strict=True)
     return all(np.array_equal(one, two) for (_, one), (_, two) in pairs)
-
-
-def read_into(descriptor: int, buffer: Bytes, start: int, name: str) -> None:
-    """Fill `buffer` from byte `start` of an open file; SourceError when the file ends early."""
-    view = buffer.data
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(descriptor, [view[done:]], start + done)
-        except OSError as error:
-            raise SourceError(f"{name} cannot be read at byte {start + done:,}: {error.strerror}") from error
-        if count == 0:
-            raise SourceError(f"{name} ended at byte {start + done:,}", "the file changed while it was read")
-        done += count

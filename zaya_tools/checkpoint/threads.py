@@ -1,16 +1,10 @@
-"""What threads that write one shard share: the order of its blocks, and the source files."""
+"""What threads that write one shard share: the order of its blocks, and the first failure."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-
-from zaya_tools.checkpoint.source import read_into
-from zaya_tools.dtypes import Bytes
-from zaya_tools.tensors import TensorInfo
 
 
 class Failed(Exception):
@@ -43,23 +37,6 @@ class Order:
         with self._condition:
             self.failed = True
             self._condition.notify_all()
-
-
-class Sources:
-    """Source files, opened once."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def read(self, tensor: TensorInfo, start: int, into: Bytes) -> None:
-        """Fill `into` with the bytes of a tensor from byte `start` on."""
-        with self._lock:
-            if tensor.file not in self._open:
-                self._open[tensor.file] = self._stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
-            descriptor = self._open[tensor.file]
-        read_into(descriptor, into, tensor.start + start, tensor.file.name)
 
 
 def run(work: Callable[[], None], workers: int, order: Order) -> None:

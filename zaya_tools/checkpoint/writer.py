@@ -41,17 +41,19 @@ class Workspace:
         for shard in plan.shards:
             if shard.filename in self.finished:
                 continue
-            unfinished = self.folder / f"{shard.filename}{_UNFINISHED}"
+            unfinished = self.folder / f"{_flat(shard)}{_UNFINISHED}"
             try:
                 digest = write_shard(shard, unfinished)
             except OSError as error:
                 unfinished.unlink(missing_ok=True)
                 raise self._explain(error, shard.filename) from error
             written = self.output / shard.filename
+            written.parent.mkdir(parents=True, exist_ok=True)
             unfinished.rename(written)
-            _sync_folder(self.output)
+            for parent in [written.parent, *written.parent.parents][: shard.filename.count("/") + 1]:
+                _sync_folder(parent)
             record = {"mtime_ns": written.stat().st_mtime_ns, "digest": asdict(digest)}
-            self._save(self.folder / _RECORDS / f"{shard.filename}.json", json.dumps(record).encode())
+            self._save(self.folder / _RECORDS / f"{_flat(shard)}.json", json.dumps(record).encode())
             self.finished[shard.filename] = digest
         return {shard.filename: self.finished[shard.filename] for shard in plan.shards}
 
@@ -92,6 +94,11 @@ class Workspace:
             self.output.rename(destination)
         _sync_folder(destination.parent)
         _discard(self.folder)
+
+
+def _flat(shard: Shard) -> str:
+    """A shard's name without folders: unfinished shards and records lie side by side."""
+    return shard.filename.replace("/", "+")
 
 
 @contextmanager
@@ -209,7 +216,7 @@ def _recorded(folder: Path, shard: Shard) -> ShardDigest | None:
     The time tells the shard from one of the same size that a publishing run had swapped in when it was killed.
     """
     try:
-        record = read_json(folder / _RECORDS / f"{shard.filename}.json")
+        record = read_json(folder / _RECORDS / f"{_flat(shard)}.json")
         facts = record["digest"]
         segments = tuple(Segment(**segment) for segment in facts["segments"])
         digest = ShardDigest(facts["blake3"], facts["nbytes"], segments, facts["facts"])

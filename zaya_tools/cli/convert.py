@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +15,30 @@ if TYPE_CHECKING:
     from zaya_tools.checkpoint.run import Conversion
 
 
+IterationOption = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Iteration of a training run: a number, latest or release.", show_default=False),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Keys that complete or replace those of the config.", show_default=False),
+]
+VocabularyOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Rows of the embedding to keep; the rest is padding.", show_default=False),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder of tokenizer, chat template, generation config.", show_default=False),
+]
+
+
 class To(StrEnum):
     """Layouts that can be written."""
 
     native = "native"
     raw = "raw"
+    megatron = "megatron"
 
 
 class Dtype(StrEnum):
@@ -31,13 +51,17 @@ class Dtype(StrEnum):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or a hub id like org/name.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder or file, or a hub id like org/name.")],
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="Folder to create; it appears whole or not at all.")
     ],
     to: Annotated[To, typer.Option(help="Layout to write.")] = To.native,
     dtype: Annotated[Dtype, typer.Option(help="Element type; protected tensors never lose precision.")] = Dtype.keep,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, like 5GB or 512MiB.")] = "5GB",
+    iteration: IterationOption = None,
+    config: ConfigOption = None,
+    vocab_size: VocabularyOption = None,
+    tokenizer: TokenizerOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an unfinished run of the same conversion.")
@@ -48,13 +72,15 @@ def convert(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Convert any ZAYA1 checkpoint to the layout that transformers and vLLM read, or back to raw, bit for bit."""
+    """Convert any ZAYA1 checkpoint to the layout that transformers and vLLM read, or back, bit for bit."""
     from zaya_tools.checkpoint.conversion import convert as run
     from zaya_tools.checkpoint.conversion import plan_conversion
     from zaya_tools.checkpoint.destination import check_destination, settle
+    from zaya_tools.checkpoint.opening import Reading
 
     out = Output(as_json)
-    work = plan_conversion(source, to=to.value, dtype=dtype.value, max_shard_size=max_shard_size)
+    reading = Reading(iteration, config, vocab_size, tokenizer)
+    work = plan_conversion(source, to=to.value, dtype=dtype.value, max_shard_size=max_shard_size, reading=reading)
     for warning in work.warnings:
         out.warn(warning)
     if dry_run:
@@ -98,8 +124,7 @@ def show_totals(out: Output, work: Conversion) -> None:
     if changed:
         roles = sorted({output.role.value for output in changed})
         out.text(f"dtype changes in {len(changed):,} tensors ({', '.join(roles)})")
-    for name, reason in plan.drops.items():
-        out.text(f"dropped: {name}: {reason}")
+    show_drops(out, "dropped", plan.drops)
     out.text(f"side files copied: {', '.join(work.sides.copied) or 'none'}")
     if work.sides.missing:
         out.text(f"side files not there to copy: {', '.join(work.sides.missing)}")
@@ -109,6 +134,16 @@ def show_totals(out: Output, work: Conversion) -> None:
         out.text(f"skip class: proven unreachable in all {len(work.skip)} blocks")
     for note in work.notes:
         out.text(f"note: {note}")
+
+
+def show_drops(out: Output, said: str, drops: Mapping[str, str]) -> None:
+    """Tensors that are left behind, with the reason; one line for many of one reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in drops.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1:,} more (--json lists all)" if len(names) > 1 else ""
+        out.text(f"{said}: {names[0]}{more}: {reason}")
 
 
 def show_result(out: Output, work: Conversion, destination: Path) -> None:

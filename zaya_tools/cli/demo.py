@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ def demo(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Inspect, convert and quantize the bundled checkpoint, and give a verdict on every result.
+    """Convert and quantize the bundled checkpoint from a trainer's run, and give a verdict on every result.
 
     Quantized checkpoints go to DIR-fp8 and DIR-int4. An earlier demo in the same folders is replaced; anything else
     there is left alone and is an error.
@@ -40,12 +41,24 @@ def demo(
     from zaya_tools.training.corpus import held_out_text
 
     out = Output(as_json)
-    report = inspect(TINY)
-    out.heading(f"$ zaya inspect {TINY}")
-    show(out, report)
-    out.heading(f"\n$ zaya convert {TINY} {folder}")
-    result = convert(TINY, folder, force=True)
-    show_result(out, result.conversion, folder)
+    with TemporaryDirectory(prefix="zaya-demo-") as scratch:
+        run = Path(scratch) / TINY.name  # the name that model cards give as their base
+        out.heading(f"$ zaya convert {TINY} {run} --to megatron")
+        saved = convert(TINY, run, to="megatron")
+        show_result(out, saved.conversion, run)
+        report = inspect(run)
+        out.heading(f"\n$ zaya inspect {run}")
+        show(out, report)
+        out.heading(f"\n$ zaya convert {run} {folder}")
+        result = convert(run, folder, force=True)
+        show_result(out, result.conversion, folder)
+        works: dict[str, Quantization] = {}
+        for recipe in RECIPES:
+            out.heading(f"\n$ zaya quantize {run} {_quantized(folder, recipe)} --recipe {recipe}")
+            done = quantize(run, _quantized(folder, recipe), recipe, force=True)
+            assert isinstance(done.conversion, Quantization)
+            works[recipe] = done.conversion
+            show_roles(out, works[recipe])
 
     out.heading("\nHeld-out text in transformers' ZayaForCausalLM, float32")
     text = held_out_text(_HELD_OUT_BYTES)
@@ -56,13 +69,8 @@ def demo(
     show_verdict(out, verdict)
     verdicts = {"native": verdict}
     quantized: dict[str, Any] = {}
-    for recipe in RECIPES:
-        target = folder.with_name(f"{folder.name}-{recipe}")
-        out.heading(f"\n$ zaya quantize {TINY} {target} --recipe {recipe}")
-        done = quantize(TINY, target, recipe, force=True)
-        work = done.conversion
-        assert isinstance(work, Quantization)
-        show_roles(out, work)
+    for recipe, work in works.items():
+        target = _quantized(folder, recipe)
         verdicts[recipe] = _verdict(target, TINY)
         quantized[recipe] = {"destination": str(target), **document(work), "validation": verdicts[recipe].document}
     files = sorted(entry.name for entry in folder.iterdir())
@@ -88,6 +96,10 @@ def demo(
     )
     if not all(found.passed for found in verdicts.values()):
         raise typer.Exit(1)
+
+
+def _quantized(folder: Path, recipe: str) -> Path:
+    return folder.with_name(f"{folder.name}-{recipe}")
 
 
 def _verdict(folder: Path, reference: Path) -> Validation:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zaya_tools.cli.convert import ConfigOption, IterationOption, VocabularyOption, show_drops
 from zaya_tools.cli.output import Output, count, size
 
 if TYPE_CHECKING:
@@ -15,7 +16,10 @@ _LISTED = 20
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder, or a hub id like org/name.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint folder or file, or a hub id like org/name.")],
+    iteration: IterationOption = None,
+    config: ConfigOption = None,
+    vocab_size: VocabularyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Say what a checkpoint is, what is missing or surplus, and whether convert would take it. Reads no weights.
@@ -23,8 +27,9 @@ def inspect(
     Exit code 1 when tensors are missing, surplus or malformed.
     """
     from zaya_tools.checkpoint.inspection import inspect as look
+    from zaya_tools.checkpoint.opening import Reading
 
-    report = look(path)
+    report = look(path, Reading(iteration, config, vocab_size))
     out = Output(as_json)
     out.document(report.as_dict())
     show(out, report)
@@ -86,8 +91,7 @@ def _findings(out: Output, report: Inspection) -> None:
             out.text(f"{title}: {name}")
         if len(names) > _LISTED:
             out.text(f"{title}: and {len(names) - _LISTED:,} more (--json lists all)")
-    for name, reason in report.dropped.items():
-        out.text(f"would be dropped: {name}: {reason}")
+    show_drops(out, "would be dropped", report.dropped)
     if report.sides.missing:
         out.text(f"side files not there: {', '.join(report.sides.missing)}")
     for note in report.notes:

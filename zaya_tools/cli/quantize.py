@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zaya_tools.cli.convert import show_totals, summary
+from zaya_tools.cli.convert import (
+    ConfigOption,
+    IterationOption,
+    TokenizerOption,
+    VocabularyOption,
+    show_totals,
+    summary,
+)
 from zaya_tools.cli.output import Output, size
 from zaya_tools.errors import ZayaError
 
@@ -32,7 +39,8 @@ class ExpertLayout(StrEnum):
 
 def quantize(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Full-precision checkpoint of any layout, or a hub id like org/name.")
+        str,
+        typer.Argument(metavar="SRC", help="Full-precision checkpoint, a folder or file of any layout, or a hub id."),
     ],
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="Folder to create; it appears whole or not at all.")
@@ -62,10 +70,6 @@ def quantize(
         typer.Option(help="Text for recipes that learn from it, as in `zaya calibrate`.", show_default=False),
     ] = None,
     field: Annotated[str, typer.Option(help="Field of jsonl, parquet and datasets with text or turns.")] = "text",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder with tokenizer.json and chat template.", show_default=False),
-    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of text to learn from.")] = 256,
     context: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Decides the order in which text is taken.")] = 0,
@@ -77,6 +81,10 @@ def quantize(
         float | None,
         typer.Option(metavar="BITS", help="For --recipe auto: bits per weight at most, like 4.6.", show_default=False),
     ] = None,
+    iteration: IterationOption = None,
+    config: ConfigOption = None,
+    vocab_size: VocabularyOption = None,
+    tokenizer: TokenizerOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same kind.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier run of zaya wrote at DST.")] = False,
@@ -88,6 +96,7 @@ def quantize(
     """Quantize a ZAYA1 checkpoint for vLLM: experts and attention by a recipe, everything protected byte for byte."""
     from zaya_tools.calibration.data import Choice
     from zaya_tools.checkpoint.destination import check_destination, settle
+    from zaya_tools.checkpoint.opening import Reading
     from zaya_tools.checkpoint.plan import parse_size
     from zaya_tools.quantization.auto import RECIPE
     from zaya_tools.quantization.calibrated import Calibration, needs_calibration
@@ -97,16 +106,20 @@ def quantize(
 
     out = Output(as_json)
     choice = Choice(data, field, samples, context, seed) if data else None
-    calibration = Calibration(statistics=stats, choice=choice, tokenizer=tokenizer)
+    calibration = Calibration(statistics=stats, choice=choice, tokenizer=str(tokenizer) if tokenizer else None)
+    reading = Reading(iteration, config, vocab_size, tokenizer)
     auto = None
     if recipe == AUTO:
         target = (parse_size(target_size) if target_size else None, target_bits)
-        auto = _choose(out, source, destination, calibration, target, device=device, resume=resume, force=force)
+        auto = _choose(
+            out, source, destination, calibration, target, device=device, resume=resume, force=force, reading=reading
+        )
     elif target_size or target_bits:
         raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
     work = plan_quantization(
         source, auto.recipe if auto else recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
         expert_layout=expert_layout.value, target_vllm=target_vllm,
+        reading=reading,
     )  # fmt: skip
     for warning in work.warnings:
         out.warn(warning)
@@ -119,10 +132,7 @@ def quantize(
     if dry_run:
         if not resume:
             check_destination(settle(destination), work.source.folder, force)
-        show_rules(out, work)
-        show_roles(out, work)
-        show_totals(out, work)
-        out.text(auto.text if auto else "")
+        show_plan(out, work, auto)
         out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
         return
     if work.resolved.schemes and device in ("auto", "cpu"):
@@ -197,6 +207,14 @@ def recorded(folder: Path) -> dict[str, Any]:
 
     found = read_json(folder / MANIFEST).get("quantized")
     return found if isinstance(found, dict) else {}
+
+
+def show_plan(out: Output, work: Quantization, auto: Auto | None) -> None:
+    """What would be done, before anything is."""
+    show_rules(out, work)
+    show_roles(out, work)
+    show_totals(out, work)
+    out.text(auto.text if auto else "")
 
 
 def show_rules(out: Output, work: Quantization) -> None:

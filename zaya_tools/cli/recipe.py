@@ -72,7 +72,9 @@ def _show(out: Output, recipe: Recipe) -> None:
 @app.command()
 def explain(
     name: _Name,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, or a hub id like org/name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder or file, or a hub id like org/name.")
+    ],
     as_json: _Json = False,
 ) -> None:
     """Say for every module of a model which rule of a recipe decided and what it gets. Reads no weights.
@@ -80,7 +82,7 @@ def explain(
     Blocks and experts that are treated alike are shown together; --json has every block.
     """
     from zaya_tools.checkpoint.hub import locate
-    from zaya_tools.checkpoint.source import open_source
+    from zaya_tools.checkpoint.opening import open_checkpoint
     from zaya_tools.layouts.match import match
     from zaya_tools.quantization.explain import explain as every_module
     from zaya_tools.quantization.recipe import load_recipe
@@ -89,7 +91,7 @@ def explain(
     out = Output(as_json)
     recipe = load_recipe(name)
     folder, model_name = locate(model)
-    source = open_source(folder)
+    source = open_checkpoint(folder)
     found = match(source.tensors, source.config, str(folder))
     if found.problems:
         out.warn(f"{model_name} is incomplete or inconsistent: `zaya inspect` says how")

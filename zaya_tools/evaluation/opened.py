@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from zaya_tools.architecture import Architecture
+from zaya_tools.checkpoint.opening import open_checkpoint
 from zaya_tools.checkpoint.sidefiles import MANIFEST
-from zaya_tools.checkpoint.source import Source, open_source, read_json
+from zaya_tools.checkpoint.source import Source, read_json
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.findings import Finding, Severity
 from zaya_tools.layouts.match import Match, match, require
@@ -45,7 +46,7 @@ class Opened:
 def open_model(folder: Path, check: str) -> Opened | Finding:
     """The checkpoint under test, or a failure that says why it cannot be read; SourceError if there is no folder."""
     try:
-        source = open_source(folder)
+        source = open_checkpoint(folder)
         return Opened(source, match(source.tensors, source.config, str(folder)))
     except ZayaError as error:
         if not folder.is_dir():
@@ -55,7 +56,7 @@ def open_model(folder: Path, check: str) -> Opened | Finding:
 
 def open_reference(folder: Path) -> Opened:
     """The checkpoint to compare with; a ZayaError when it cannot be read whole: a broken reference proves nothing."""
-    source = open_source(folder)
+    source = open_checkpoint(folder)
     return Opened(source, require(match(source.tensors, source.config, str(folder))))
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from math import ceil, gcd, prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zaya_tools.checkpoint.source import read_into
+from zaya_tools.checkpoint.source import read_stretch
 from zaya_tools.dtypes import FLOATS, SIZES, Bytes
 from zaya_tools.errors import LayoutError
 from zaya_tools.evaluation.units import as_matrix
@@ -34,14 +33,6 @@ FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 def as_tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> Tensor:
     """Bytes as a torch tensor of a safetensors dtype, without a copy."""
     return torch.from_numpy(data).view(TORCH[dtype]).reshape(tuple(shape))
-
-
-def read_stretch(tensor: TensorInfo, offset: int, nbytes: int) -> Bytes:
-    """Bytes [offset, offset + nbytes) of a tensor."""
-    data = np.empty(nbytes, np.uint8)
-    with tensor.file.open("rb", buffering=0) as stream:
-        read_into(stream.fileno(), data, tensor.start + offset, tensor.file.name)
-    return data
 
 
 @dataclass(frozen=True)

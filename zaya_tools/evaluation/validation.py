@@ -13,7 +13,7 @@ import torch
 
 from zaya_tools import __version__
 from zaya_tools.checkpoint.hub import locate
-from zaya_tools.checkpoint.source import open_source
+from zaya_tools.checkpoint.opening import open_checkpoint
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation import transformers_engine, vllm_engine
 from zaya_tools.evaluation.findings import CheckResult
@@ -209,7 +209,7 @@ def _texts(folder: Path, mine: Sequence[Any], theirs: Sequence[Any]) -> list[dic
 def _describe(folder: Path, name: str) -> dict[str, Any] | None:
     """What a checkpoint is, None where that cannot be told."""
     try:
-        source = open_source(folder)
+        source = open_checkpoint(folder)
         found: Match = match(source.tensors, source.config, str(folder))
     except ZayaError:
         return None

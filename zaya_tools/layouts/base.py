@@ -32,6 +32,7 @@ class Layout:
     `parts` maps a parameter to its tensors; `local_name` gives the name of a block's parameter that is one tensor;
     `canonical` turns an accepted spelling into the one that `parts` uses; `count_blocks` reads the number of
     blocks off canonical names; `unused` says why a known tensor has no place in a served model (None: it has).
+    `embedding` and `head` are the canonical names of the embedding and the output head.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Layout:
     count_blocks: Callable[[list[str]], int]
     unused: Callable[[str], str | None]
     misplaced: Callable[[str], str | None]
+    embedding: str = "model.embed_tokens.weight"
+    head: str = "lm_head.weight"
 
 
 COMPANIONS = (

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from zaya_tools.errors import LayoutError
 from zaya_tools.layouts.base import Layout
+from zaya_tools.layouts.megatron import MEGATRON
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW, SMOE
 
@@ -22,17 +23,15 @@ _REFUSED = (
         "this checkpoint uses MLX names (switch_mlp)",
         "start from the raw or native checkpoint that it was made from",
     ),
-    (
-        re.compile(r"^(module\.)*decoder\.layers\."),
-        "these are a trainer's own module names (decoder.layers)",
-        "export the run to the raw layout first",
-    ),
 )
 _MARKERS = (
-    (RAW, re.compile(r"\.zaya_block\.")),
-    (SMOE, re.compile(r"\.smoe_block\.")),
+    (MEGATRON, re.compile(r"(^|\.)decoder\.layers\.\d+\.(self_attn|zaya_block|smoe_block)\.")),
+    (RAW, re.compile(r"^(?!(.*\.)?decoder\.).*\.zaya_block\.")),
+    (SMOE, re.compile(r"^(?!(.*\.)?decoder\.).*\.smoe_block\.")),
     (NATIVE, re.compile(r"\.self_attn\.qkv_proj\.|\.mlp\.(gate|router|experts)\.")),
 )
+RAW_FAMILY = (RAW, SMOE, MEGATRON)
+"""Layouts in half-layers, whose configs are the raw layout's."""
 _NUMBERED_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 
 
@@ -50,7 +49,7 @@ def detect(names: Iterable[str], where: PurePath | str = "checkpoint") -> Layout
     if not found:
         raise LayoutError(
             f"{where}: no ZAYA1 tensors among {len(names):,} names" + (f" (such as {names[0]})" if names else ""),
-            "expected model.layers.N with zaya_block, smoe_block or qkv_proj in the tensor names",
+            "expected model.layers.N with zaya_block, smoe_block or qkv_proj in the tensor names, or decoder.layers.N",
         )
     (layout,) = found
     if layout is NATIVE and any(map(_NUMBERED_EXPERT.search, names)):

@@ -10,7 +10,7 @@ from zaya_tools.errors import LayoutError
 from zaya_tools.layouts import native_config, raw_config
 from zaya_tools.layouts.base import Layout
 from zaya_tools.layouts.config_values import Config
-from zaya_tools.layouts.raw import RAW, SMOE
+from zaya_tools.layouts.detect import RAW_FAMILY
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -36,7 +36,7 @@ def measure(layout: Layout, shapes: Shapes) -> dict[str, int]:
             found[field] = value(entry)
 
     qkv = "self_attn.qkv_proj."
-    embedding = shapes.get("model.embed_tokens.weight", ())
+    embedding = shapes.get(layout.embedding, ())
     note("hidden_size", embedding if len(embedding) == 2 else shape("input_layernorm.weight", 1), lambda s: s[-1])
     note("vocab_size", embedding if len(embedding) == 2 else None, lambda s: s[0])
     note("time0", shape(f"{qkv}conv_qk_depthwise.weight", 3), lambda s: s[2])
@@ -59,7 +59,7 @@ def resolve(layout: Layout, config: Config, shapes: Shapes, dtype: str | None) -
     `shapes` are keyed by canonical names, `dtype` is the embedding's safetensors dtype. LayoutError when the
     config is of another layout, when it and the tensors contradict each other, or when neither tells a field.
     """
-    raw_family = layout in (RAW, SMOE)
+    raw_family = layout in RAW_FAMILY
     own, other = (
         (raw_config.MARKERS, native_config.MARKERS) if raw_family else (native_config.MARKERS, raw_config.MARKERS)
     )

@@ -13,9 +13,9 @@ from zaya_tools.errors import LayoutError, listing
 from zaya_tools.layouts import raw_config
 from zaya_tools.layouts.base import COMPANIONS, Layout, Part
 from zaya_tools.layouts.config_values import Config
-from zaya_tools.layouts.detect import detect
+from zaya_tools.layouts.detect import RAW_FAMILY, detect
 from zaya_tools.layouts.geometry import resolve
-from zaya_tools.layouts.raw import RAW, SMOE
+from zaya_tools.layouts.megatron import MEGATRON
 from zaya_tools.parameters import Parameter, Role, parameters
 from zaya_tools.tensors import TensorInfo
 
@@ -71,9 +71,16 @@ def match(tensors: Mapping[str, TensorInfo], config: Config, where: str = "check
     """
     layout = detect(tensors, where)
     canonical, problems = _canonical(layout, tensors)
-    embedding = canonical.get("model.embed_tokens.weight")
+    embedding = canonical.get(layout.embedding)
     shapes = {name: tensor.shape for name, tensor in canonical.items()}
-    architecture = resolve(layout, config, shapes, embedding.dtype if embedding else None)
+    try:
+        architecture = resolve(layout, config, shapes, embedding.dtype if embedding else None)
+    except LayoutError as error:
+        if layout is not MEGATRON:
+            raise
+        # A trainer has no config.json: the same was said by the arguments that it saved.
+        message = error.message.replace("config.json", "the run's config")
+        raise LayoutError(message, "--config FILE completes or replaces what the trainer saved") from error
 
     bound: dict[str, tuple[Bound, ...]] = {}
     used: set[str] = set()
@@ -95,7 +102,7 @@ def match(tensors: Mapping[str, TensorInfo], config: Config, where: str = "check
     head_alias = None
     for name in sorted(canonical.keys() - used):
         reason = layout.unused(name)
-        if name == "lm_head.weight" and architecture.tied:
+        if name == layout.head and architecture.tied:
             head_alias = canonical[name]
         elif reason:
             drops[canonical[name].name] = reason
@@ -104,7 +111,7 @@ def match(tensors: Mapping[str, TensorInfo], config: Config, where: str = "check
     # What is there under a wrong name explains what is missing, so it comes first.
     problems += _surplus_problems(surplus, canonical.keys(), used | set(missing), layout, architecture)
     problems += _missing_problems(missing, architecture)
-    notes = tuple(raw_config.notes(config)) if layout in (RAW, SMOE) else ()
+    notes = tuple(raw_config.notes(config)) if layout in RAW_FAMILY else ()
     renamed = any(name != tensor.name for name, tensor in canonical.items())
     return Match(layout, architecture, bound, drops, head_alias, tuple(missing), tuple(surplus), tuple(problems), notes,
                  renamed)  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import torch
 from torch import Tensor
 
-from zaya_tools.checkpoint.source import read_into
+from zaya_tools.checkpoint.ranges import Files, read_range
 from zaya_tools.tensors import TensorInfo
 
 
@@ -19,8 +18,9 @@ class StoredRows:
         """Open the file; it is closed when this goes away."""
         self.shape, self.dtype, self.device = torch.Size(tensor.shape), dtype, device
         self._tensor = tensor
-        self._descriptor = os.open(tensor.file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._files = Files()
+        self._files(tensor.file)
+        weakref.finalize(self, self._files.__exit__)
         self._buffer = torch.empty(0, dtype=dtype)
 
     def __len__(self) -> int:
@@ -45,5 +45,5 @@ class StoredRows:
         return found.to(self.device)[places]
 
     def _read(self, out: Tensor, row: int) -> None:
-        start = self._tensor.start + row * self.shape[1] * self.dtype.itemsize
-        read_into(self._descriptor, out.view(-1).view(torch.uint8).numpy(), start, self._tensor.file.name)
+        start = row * self.shape[1] * self.dtype.itemsize
+        read_range(self._tensor, start, out.view(-1).view(torch.uint8).numpy(), self._files)

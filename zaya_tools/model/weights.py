@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.checkpoint.source import Source, open_source, read_into
+from zaya_tools.checkpoint.opening import open_checkpoint
+from zaya_tools.checkpoint.ranges import Files, read_range
+from zaya_tools.checkpoint.source import Source
 from zaya_tools.dtypes import SIZES
 from zaya_tools.errors import LayoutError
+from zaya_tools.layouts.detect import RAW_FAMILY
 from zaya_tools.layouts.match import Bound, Match, match, require
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
-from zaya_tools.layouts.raw import RAW, SMOE
 from zaya_tools.model.block import Block
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.loading import build_block, build_ends
@@ -55,13 +56,9 @@ def read_tensor(stored: list[TensorInfo], out: Tensor) -> Tensor:
     """Fill `out` with the concatenation of stored tensors, whose dtype it has; returns it."""
     flat = out.view(-1).view(torch.uint8).numpy()
     position = 0
-    with ExitStack() as stack:
-        opened: dict[Path, int] = {}
+    with Files() as files:
         for tensor in stored:
-            if tensor.file not in opened:
-                opened[tensor.file] = stack.enter_context(tensor.file.open("rb", buffering=0)).fileno()
-            place = flat[position : position + tensor.nbytes]
-            read_into(opened[tensor.file], place, tensor.start, tensor.file.name)
+            read_range(tensor, 0, flat[position : position + tensor.nbytes], files)
             position += tensor.nbytes
     return out
 
@@ -81,7 +78,7 @@ class Weights:
     @classmethod
     def open(cls, folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Weights:
         """Open a complete checkpoint; `dtype` is the compute dtype. Raises a ZayaError as reading and matching do."""
-        source = open_source(folder)
+        source = open_checkpoint(folder)
         return cls(source, require(match(source.tensors, source.config, str(folder))), dtype, device)
 
     @property
@@ -212,7 +209,7 @@ class Weights:
         runtime = NATIVE_PER_EXPERT.parts(parameter, self.found.architecture)
         names = [part.name.removesuffix(".weight") for part in runtime if part.expert in (None, bound.part.expert or 0)]
         kind = "Embedding" if parameter.role is Role.EMBEDDING else "Linear"
-        return self._schemes.of(module, *names, kind=kind, single=self.found.layout in (RAW, SMOE))
+        return self._schemes.of(module, *names, kind=kind, single=self.found.layout in RAW_FAMILY)
 
     def _experts(self, index: int, held: Mapping[Parameter, tuple[Bound, ...]], buffers: _Buffers) -> QuantizedExperts:
         if len(held) != 2:

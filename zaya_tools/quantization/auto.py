@@ -20,6 +20,7 @@ from zaya_tools.calibration.statistics import load
 from zaya_tools.calibration.workspace import open_workspace
 from zaya_tools.checkpoint.destination import settle
 from zaya_tools.checkpoint.manifest import source_files
+from zaya_tools.checkpoint.opening import Reading
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.model.device import choose_device
@@ -67,7 +68,7 @@ class Auto:
 def choose_recipe(
     source: str | Path, destination: str | Path, calibration: Calibration, *, size: int | None = None,
     bits: float | None = None, device: str = "auto", resume: bool = False, force: bool = False,
-    report: Report | None = None,
+    reading: Reading | None = None, report: Report | None = None,
 ) -> Auto:  # fmt: skip
     """Choose a scheme for the attention and the experts of every block, for `size` bytes of tensors or `bits` a weight.
 
@@ -76,7 +77,7 @@ def choose_recipe(
     """
     if (size is None) == (bits is None):
         raise ZayaError("auto needs a target", "give one of --target-size and --target-bits")
-    plain = plan_quantization(source, "bf16")
+    plain = plan_quantization(source, "bf16", reading=reading)
     weights = Weights(plain.source, plain.found, DTYPES[calibration.dtype], choose_device(device))
     count = total(weights.architecture)
     target = size if size is not None else int((bits or 0) * count / 8)
@@ -86,7 +87,7 @@ def choose_recipe(
         )
     if calibration.choice is not None and calibration.choice.data == "-":
         raise ZayaError("auto reads its data twice, and standard input can be read once", "give a file to --data")
-    folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.folder
+    folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.side_folder
     choice = calibration.choice or Choice()
     ids = sample(choice, folder, weights.architecture.vocab_size).ids
     few = ids[: max(1, TOKENS // choice.context)]

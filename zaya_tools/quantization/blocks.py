@@ -20,6 +20,7 @@ from zaya_tools.calibration.observing import Sites, sites
 from zaya_tools.calibration.workspace import Workspace
 from zaya_tools.errors import ZayaError
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
+from zaya_tools.model.block import Block
 from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import BUDGET, Stream
 from zaya_tools.model.weights import Weights
@@ -89,7 +90,7 @@ def quantize_blocks(
             space.write_tensors(f"block-{STAGE}-{index}.safetensors", tensors)
         space.write(f"block-{STAGE}-{index}.json", facts)
         if states is not None:
-            states.run(index, build_block(a, index, work.tensors, dtype=weights.dtype, device=weights.device))
+            states.run(index, work.block())
             space.save_states(STAGE, index, states)
         if report is not None:
             report(index, a.blocks)
@@ -130,16 +131,20 @@ class _Block:
                     facts[part.name] = {**asdict(one.facts), "smoothed": self._is_smoothed(parameter, part.name)}
         return stored, facts
 
+    def block(self) -> Block:
+        """The block as its tensors are now; experts are cast one by one in use, which saves a second copy of them."""
+        place = self._weights
+        return build_block(
+            self._a, self._index, self.tensors, dtype=place.dtype, device=place.device, cast_experts=False
+        )
+
     def _hessians(self, number: int, decisions: list[Decision]) -> Tensor | None:
         site = self._sites[number]
         observers = {decision.observer for decision in decisions}
         shared = number != 3
         if GPTQ in observers:
             assert self._states is not None
-            block = build_block(
-                self._a, self._index, self.tensors, dtype=self._weights.dtype, device=self._weights.device
-            )
-            return gather(self._states, self._index, block, self._sites, number).means(shared=shared)
+            return gather(self._states, self._index, self.block(), self._sites, number).means(shared=shared)
         if not observers & set(INFORMED):
             return None
         found = sketched(self._known(site[0]), shared=shared, device=self._weights.device)

@@ -107,7 +107,7 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device) ->
             what = "data to run along" if needs_passes(decisions) else "to know its inputs"
             way = "--data" if needs_passes(decisions) else "--stats FILE, which `zaya calibrate` makes, or --data"
             raise ZayaError(f"recipe {work.recipe.name} needs {what}", f"give {way}")
-        folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.folder
+        folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.side_folder
         drawn = sample(calibration.choice, folder, weights.architecture.vocab_size)
         ids = drawn.ids
         record["data"] = {**asdict(calibration.choice), "windows": len(ids), "digest": drawn.digest}

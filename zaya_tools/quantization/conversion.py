@@ -14,11 +14,11 @@ from zaya_tools.checkpoint import skip
 from zaya_tools.checkpoint.conversion import check_biases, check_tied_head, plan_notes
 from zaya_tools.checkpoint.destination import check_destination, settle
 from zaya_tools.checkpoint.hub import locate
+from zaya_tools.checkpoint.opening import Reading, open_checkpoint
 from zaya_tools.checkpoint.plan import Shard, build_plan, parse_size
 from zaya_tools.checkpoint.pump import ShardDigest
 from zaya_tools.checkpoint.run import Advance, Conversion, Converted, Extras, complete, execute
 from zaya_tools.checkpoint.sidefiles import side_files
-from zaya_tools.checkpoint.source import open_source
 from zaya_tools.checkpoint.writer import recover
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.layouts.match import match, require
@@ -59,18 +59,19 @@ def plan_quantization(
     tensor_parallel: int = 1,
     expert_layout: ExpertLayout = "per-expert",
     target_vllm: str | None = None,
+    reading: Reading | None = None,
 ) -> Quantization:
     """Read a checkpoint's headers and plan its quantization; nothing is written.
 
-    `source` is a folder or hub id of any layout, `recipe` a name, a file or a Recipe. Raises a ZayaError for
-    everything that would stop the run, bad numbers aside.
+    `source` is a folder or file of any layout or a hub id, `recipe` a name, a file or a Recipe, `reading` what
+    completes the source. Raises a ZayaError for everything that would stop the run, bad numbers aside.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     limit = parse_size(str(max_shard_size))
     if expert_layout not in ("per-expert", "stacked"):
         raise ZayaError(f"unknown expert layout {expert_layout!r}", "choose per-expert or stacked")
     folder, name = locate(str(source))
-    opened = open_source(folder)
+    opened = open_checkpoint(folder, reading)
     found = require(match(opened.tensors, opened.config, str(folder)))
     if found.quantized:
         raise LayoutError(
@@ -97,16 +98,17 @@ def plan_quantization(
         found=found,
         plan=plan,
         config=config,
-        sides=side_files(opened.folder),
+        sides=side_files(opened.side_folder, opened.weight_names),
         options={
             "recipe": resolved.as_dict(),
             "max_shard_bytes": limit,
             "tensor_parallel": tensor_parallel,
             "expert_layout": expert_layout,
             "target_vllm": target_vllm,
+            **opened.stamp,
         },
         skip=classes,
-        notes=(*found.notes, *plan_notes(plan, opened)),
+        notes=(*opened.notes, *found.notes, *plan_notes(plan, opened)),
         warnings=(*_idle_rules(resolved), *skip.warnings(classes)),
         recipe=chosen,
         resolved=resolved,
@@ -141,6 +143,7 @@ def quantize(
     force: bool = False,
     workers: int | None = None,
     advance: Advance | None = None,
+    reading: Reading | None = None,
     planned: Quantization | None = None,
     calibration: Calibration | None = None,
     report: Report | None = None,
@@ -166,7 +169,7 @@ def quantize(
     place = choose_device(device)
     work = planned or plan_quantization(
         source, recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel, expert_layout=expert_layout,
-        target_vllm=target_vllm,
+        target_vllm=target_vllm, reading=reading,
     )  # fmt: skip
     if work.resolved.schemes:
         usable(torch.empty(1, device=place))  # a wish for kernels that there are not ends the run before it begins

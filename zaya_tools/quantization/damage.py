@@ -82,7 +82,7 @@ def measure_units(
     cases: dict[tuple[int, str], list[_Case]] = {}
     for index in range(a.blocks):
         tensors = weights.dense(index)
-        plain = build_block(a, index, tensors, dtype=weights.dtype, device=weights.device)
+        plain = build_block(a, index, tensors, dtype=weights.dtype, device=weights.device, cast_experts=False)
         for own in cases.values():
             for case in own:
                 if case.states is not None:
@@ -132,7 +132,8 @@ def _try_all(
         states = None
         if measured:
             states = reference.fork()
-            block = build_block(a, index, {**tensors, **changed}, dtype=weights.dtype, device=weights.device)
+            own = {**tensors, **changed}
+            block = build_block(a, index, own, dtype=weights.dtype, device=weights.device, cast_experts=False)
             states.run(index, _rounding(block, role, scheme))
         found.append(_Case(scheme, states, error))
     return found

@@ -130,5 +130,7 @@ def restored(task: Task, made: Sequence[Quantized]) -> Tensor:
     from zaya_tools.quantization.dequantize import dequantize
 
     count, rows, columns = task.weight.shape
-    shape = (rows // task.parts, columns)
-    return torch.cat([dequantize(part.tensors, task.scheme, shape) for part in made]).view(count, rows, columns)
+    out = torch.empty(count * task.parts, rows // task.parts, columns, device=task.weight.device)
+    for place, part in zip(out, made, strict=True):
+        place.copy_(dequantize(part.tensors, task.scheme, (rows // task.parts, columns)))
+    return out.view(count, rows, columns)

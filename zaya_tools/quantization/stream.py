@@ -21,9 +21,10 @@ from blake3 import blake3
 
 from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard
 from zaya_tools.checkpoint.pump import Segment, ShardDigest, convert_elements, report_nonfinite
+from zaya_tools.checkpoint.ranges import Files, read_range
 from zaya_tools.checkpoint.shardfile import ShardFile, page_aligned
 from zaya_tools.checkpoint.source import BLOCK
-from zaya_tools.checkpoint.threads import Order, Sources, run
+from zaya_tools.checkpoint.threads import Order, run
 from zaya_tools.dtypes import SIZES, Bytes, nonfinite
 from zaya_tools.model.weights import TORCH
 from zaya_tools.quantization.planning import Matrix, QuantizedOutput
@@ -180,8 +181,8 @@ class _Sink:
 class _Largest:
     """Largest magnitude of everything that shares a global scale, found once, by the first thread that asks."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, files: Files) -> None:
+        self._files = files
         self._lock = threading.Lock()
         self._found: dict[tuple[Piece, ...], Future[float]] = {}
 
@@ -202,7 +203,7 @@ class _Largest:
         found = 0.0
         for offset in range(0, piece.nbytes, BLOCK):
             data = np.empty(min(BLOCK, piece.nbytes - offset), np.uint8)
-            self._sources.read(piece.tensor, piece.offset + offset, data)
+            read_range(piece.tensor, piece.offset + offset, data, self._files)
             if nonfinite(data, piece.tensor.dtype) is not None:
                 report_nonfinite(piece.tensor)
             found = max(found, largest(torch.from_numpy(data).view(TORCH[piece.tensor.dtype])))
@@ -213,7 +214,7 @@ class _Largest:
 class _Maker:
     """Makes the bytes of a task from the source."""
 
-    sources: Sources
+    files: Files
     largest: _Largest
     device: torch.device
 
@@ -224,7 +225,7 @@ class _Maker:
         output, tensor = task.output, task.piece.tensor
         start = task.piece.offset + task.offset
         data = np.empty(task.nbytes, np.uint8)
-        self.sources.read(tensor, start, data)
+        read_range(tensor, start, data, self.files)
         if nonfinite(data, tensor.dtype) is not None:
             report_nonfinite(tensor)
         written = data if output.operation == COPY else convert_elements(output, tensor, start, data)
@@ -257,7 +258,7 @@ class _Maker:
             low, high = max(start, position), min(end, position + piece.nbytes)
             if low < high:
                 place = into[low - start : high - start]
-                self.sources.read(piece.tensor, piece.offset + low - position, place)
+                read_range(piece.tensor, piece.offset + low - position, place, self.files)
                 yield _Read(place, piece, high == position + piece.nbytes)
             position += piece.nbytes
 
@@ -294,9 +295,9 @@ def write_quantized(
     take = threading.Lock()
     tickets = enumerate(_tasks(shard), 1)
     with ExitStack() as stack:
-        sources = Sources(stack)
+        files = stack.enter_context(Files())
         sink = _Sink(stack.enter_context(ShardFile(file)))
-        make = _Maker(sources, _Largest(sources), device)
+        make = _Maker(files, _Largest(files), device)
         sink.store(sink.take(_Done(append=np.frombuffer(shard.header, np.uint8))))
         order.done()
 

@@ -106,7 +106,7 @@ def test_learning_pays(divergence: dict[str, float]) -> None:
     assert divergence["int4-imatrix"] < 0.9 * divergence["int4"]
     assert divergence["int4-awq"] < 0.9 * divergence["int4"]
     assert divergence["int4-gptq"] < 0.7 * divergence["int4"]
-    assert divergence["int8-smooth"] < divergence["int8"]
+    assert divergence["int8-smooth"] < 0.0006
     assert divergence["fp8-static"] < 0.003
     assert divergence["nvfp4"] < 0.025
 

@@ -84,8 +84,8 @@ def test_sums_lean_as_sketches_do(shared: bool) -> None:
         found.diagonal(dim1=-2, dim2=-1), wanted.diagonal(dim1=-2, dim2=-1), rtol=1e-3, atol=1e-4
     )
     own = rows[1].T @ rows[1] / 30
-    weight = 30 / (30 + PRIOR)
-    common = sum(r.T @ r for r in rows) / 430 if shared else own.diagonal().mean() * torch.eye(24)
+    weight = 30 / (30 + PRIOR * 24)
+    common = sum(r.T @ r for r in rows) / 430 if shared else torch.diag(own.diagonal())
     torch.testing.assert_close(found[1], weight * own + (1 - weight) * common, rtol=1e-4, atol=1e-4)
 
 

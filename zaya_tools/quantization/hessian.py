@@ -8,15 +8,17 @@ from torch import Tensor
 from zaya_tools.calibration.moments import Moments, directions
 from zaya_tools.errors import NonFiniteError
 
-PRIOR = 64.0
-"""Tokens that the block's common statistics count for beside an expert's own."""
+PRIOR = 2.0
+"""Tokens for each channel that common statistics count for beside an expert's own: what few tokens show of how
+channels go together is mostly chance."""
 
 
 def sketched(moments: Moments, *, shared: bool, device: torch.device | str = "cpu") -> Tensor:
     """H [parts, width, width], float32, of every part: the strong directions from the sketch, the rest as a diagonal.
 
     With `shared` all parts see the same kind of input (gate and up of the experts do): those that few tokens reached
-    lean on the others. Without, they lean on an equal weight for every channel. Parts without tokens have only that.
+    lean on the others. Without, they lean on channels that have nothing to do with one another. Parts without tokens
+    have only that, all channels alike.
     """
     width = moments.second_moment.shape[-1]
     tokens = moments.tokens.double()
@@ -27,11 +29,10 @@ def sketched(moments: Moments, *, shared: bool, device: torch.device | str = "cp
         common = (tokens[:, None] * held).sum(0) / total
         common_sketch = (tokens[:, None, None] * sketch).sum(0) / total
     else:
-        level = held.mean(-1, keepdim=True)
-        level = torch.where(level > 0, level, 1.0)
-        common, common_sketch = level.expand_as(held), level[:, :, None] * signs
+        common = torch.where(tokens[:, None] > 0, held, 1.0)
+        common_sketch = common[:, :, None] * signs
     # Only experts can starve: a layer that all tokens pass needs nothing to lean on.
-    prior = PRIOR if len(tokens) > 1 else 0.0
+    prior = PRIOR * width if len(tokens) > 1 else 0.0
     share = (tokens / (tokens + prior).clamp_min(1))[:, None]
     diagonal = share * held + (1 - share) * common
     mixed = share[:, :, None] * sketch + (1 - share)[:, :, None] * common_sketch
@@ -76,7 +77,7 @@ class Hessians:
             )
 
     def means(self, *, shared: bool) -> Tensor:
-        """The mean of x x^T of every part, leaning like `sketched` on all tokens, or on no preference."""
+        """The mean of x x^T of every part, leaning like `sketched` on all tokens, or on channels apart."""
         sums, parts = self._sums, len(self.tokens)
         count = torch.tensor(self.tokens, dtype=torch.float32, device=sums.device)[:, None, None]
         if parts == 1:
@@ -84,7 +85,7 @@ class Hessians:
         if shared:
             common = sums.sum(0) / count.sum().clamp_min(1)
         else:
-            level = torch.diagonal(sums, dim1=-2, dim2=-1).mean(-1)[:, None, None] / count.clamp_min(1)
-            identity = torch.eye(sums.shape[-1], device=sums.device)
-            common = torch.where(level > 0, level, 1.0) * identity
-        return (sums + PRIOR * common) / (count + PRIOR)
+            own = torch.diagonal(sums, dim1=-2, dim2=-1) / count[:, :, 0].clamp_min(1)
+            common = torch.diag_embed(torch.where(count[:, :, 0] > 0, own, 1.0))
+        prior = PRIOR * sums.shape[-1]
+        return (sums + prior * common) / (count + prior)

@@ -76,7 +76,7 @@ def test_the_recipes_that_come_with_the_package() -> None:
             if name in DATA_FREE:
                 assert rule.observer == ("mse" if rule.scheme.bits == 4 else "minmax")
             else:
-                assert rule.observer in INFORMED
+                assert rule.observer in INFORMED or rule.scheme.activations.calibrated
     assert {load_recipe(n).rules[0].scheme for n in BUILT_IN if n != "bf16"} == set(named.values())
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.evaluation.support import write_quantized
 from tests.model.support import BASE, random_ids, random_tensors
 from tests.synthetic import LAYOUTS, config_of, split, write_tensors
 from zaya_tools.architecture import native_config
@@ -19,7 +20,7 @@ from zaya_tools.evaluation import vllm_engine
 from zaya_tools.evaluation.likelihood import measure, score_tokens
 from zaya_tools.evaluation.validation import Settings, validate
 from zaya_tools.evaluation.verdict import DEFAULTS, FULL
-from zaya_tools.evaluation.vllm_engine import NATIVE_MODULE, OURS, Served, judge, serve
+from zaya_tools.evaluation.vllm_engine import NATIVE_MODULE, OURS, Served, check_interpreter, judge, serve, typical
 from zaya_tools.evaluation.windows import Windows, cut
 from zaya_tools.model.weights import Weights
 
@@ -131,6 +132,56 @@ def test_an_interpreter_that_is_none(folder: Path, tmp_path: Path) -> None:
         serve(folder, cut([1, 2, 3, 4], 4), [], 2, "float32", str(tmp_path / "nothing"))
 
 
+def program(tmp_path: Path, text: str) -> str:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_program_that_is_no_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZayaError, match="is not a Python of version 3"):
+        check_interpreter(program(tmp_path, "echo hello; exit 0"))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("said", "message"), [("0 0", "there is no vLLM for"), ("1 0", "no zaya-tools beside")])
+def test_what_an_interpreter_lacks(tmp_path: Path, said: str, message: str) -> None:
+    with pytest.raises(ZayaError, match=message) as caught:
+        check_interpreter(program(tmp_path, f"echo noise; echo zaya-probe {said}"))
+    assert "pip install" in str(caught.value.hint)
+
+
+def test_an_interpreter_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = program(tmp_path, "echo zaya-probe 1 1")
+    monkeypatch.chdir(tmp_path)
+    assert check_interpreter("./python") == own
+
+
+def test_folders_that_are_named_like_packages_are_not_taken_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "zaya_tools"):
+        (tmp_path / name).mkdir()
+    python = program(tmp_path, f'exec {sys.executable} -S "$@"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(ZayaError, match="there is no vLLM for"):
+        check_interpreter(python)
+
+
+def test_the_interpreter_is_looked_at_first(tmp_path: Path) -> None:
+    with pytest.raises(ZayaError, match="cannot be run: No such file"):
+        validate(tmp_path / "no model", settings=Settings(engine="vllm", vllm_python=str(tmp_path / "nothing")))
+
+
+@pytest.mark.parametrize(("preset", "limit"), [("W4A16", 1e-4), ("FP8_DYNAMIC", 0.02)])
+def test_only_rounded_activations_give_the_engines_more_room(tmp_path: Path, preset: str, limit: float) -> None:
+    folder = write_quantized(tmp_path, preset)
+    assert typical(Weights.open(folder)) == limit
+    assert typical(Weights.open(folder, dtype=torch.bfloat16)) == 0.1
+
+
 def test_a_raw_checkpoint_is_not_served(tmp_path: Path) -> None:
     raw = LAYOUTS["raw"]
     write_tensors(tmp_path, split(raw, BASE, random_tensors(BASE)), config_of(raw, BASE))
@@ -150,6 +201,7 @@ def test_the_requests_are_what_is_scored(folder: Path, windows: Windows, monkeyp
         asked.append(request)
         return {"vllm": "0.32.0", "model_class": "m", "logprobs": [], "ranked_first": [], "generated": [[5, 6]]}
 
+    monkeypatch.setattr(vllm_engine, "check_interpreter", lambda python: python)
     monkeypatch.setattr(vllm_engine, "_ask", answer)
     served = serve(folder, windows, [[1, 2]], 2, "bfloat16")
     assert served.generated == ((5, 6),)

@@ -21,7 +21,7 @@ from zaya_tools.layouts.raw import RAW
 from zaya_tools.layouts.raw_config import raw_config
 from zaya_tools.model.block import Block
 from zaya_tools.model.model import ZayaModel
-from zaya_tools.model.quantized import QuantizedExperts, QuantizedLinear, Schemes, read_schemes
+from zaya_tools.model.quantized import QuantizedExperts, QuantizedLinear, Schemes, int8_tokens, read_schemes
 from zaya_tools.model.weights import Weights
 
 A = small(
@@ -99,13 +99,23 @@ def _rows(width: int = 128) -> Tensor:
     return noise * torch.tensor([1e-3, 0.1, 1, 3, 20, 300, 0])[:, None]
 
 
-def _per_token(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The library's dynamic scales, for rows [tokens, width] too: there it gives all tokens one scale."""
+def _served(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's dynamic scales, as vLLM has them.
+
+    A scale for each of the rows [tokens, width], where the library gives all tokens one; for INT8 tokens with 127 steps
+    a side instead of 127.5.
+    """
 
     def scales(value: Tensor, args: Any, module: Any, global_scale: Tensor | None = None) -> Any:
-        if value.ndim != 2 or args.strategy != "token":
+        if args.strategy != "token":
             return original(value, args, module, global_scale=global_scale)
-        return tuple(found[0] for found in original(value[None], args, module, global_scale=global_scale))
+        rows = value if value.ndim > 2 else value[None]
+        scale, zero = (
+            found if value.ndim > 2 else found[0] for found in original(rows, args, module, global_scale=global_scale)
+        )
+        if (args.type, args.num_bits, args.symmetric) == ("int", 8, True):
+            scale = value.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / 127
+        return scale, zero
 
     return scales
 
@@ -128,7 +138,7 @@ def _make(folder: Path, recipe: Mapping[str, Any], source: Path, calibrated: boo
     oneshot(model=model, recipe=modifier, **how)
     probed = {f"model.layers.1.{name}": model.get_submodule(f"model.layers.1.{name}") for name in PROBED}
     before = forward.compute_dynamic_scales_and_zp
-    forward.compute_dynamic_scales_and_zp = _per_token(before)
+    forward.compute_dynamic_scales_and_zp = _served(before)
     try:
         with torch.no_grad():
             logits = model(_ids(), use_cache=False).logits
@@ -452,3 +462,18 @@ def test_a_scheme_without_a_format_of_its_own_gets_the_one_it_is_written_in(form
 def test_configs_that_say_nothing_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         read_schemes(config)
+
+
+def test_int8_tokens_have_127_steps_a_side() -> None:
+    rows = torch.tensor([[254.0, -254, 3, 1, 5, 0], [0, 0, 0, 0, 0, 0], [1e-38, -1e-38, 0, 0, 0, 0]])
+    # Steps of 2: 3 and 5 lie between two of them, and go to the even one.
+    expected = torch.tensor([254.0, -254, 4, 0, 4, 0])
+    found = int8_tokens(rows)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], torch.zeros(6))
+    assert torch.isfinite(found).all()
+    assert torch.equal(int8_tokens(rows.bfloat16()), int8_tokens(rows.bfloat16().float()).bfloat16())
+    assert int8_tokens(torch.tensor([[1.0, float("nan")], [1.0, float("inf")]])).isnan().any(dim=-1).all()
+    one = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(int8_tokens(one).view(12, 5), int8_tokens(one.view(12, 5)))
+    assert (int8_tokens(one) - one).abs().max() <= one.abs().max() / 127 / 2 * (1 + 1e-6)

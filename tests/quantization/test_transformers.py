@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.test_quantized import _per_token, median, model_of
+from tests.model.test_quantized import _served, median, model_of
 from tests.quantization.support import DATA_FREE, LEARNING, geometry
 from tests.synthetic import sliding, write_checkpoint
 from zaya_tools import quantize
@@ -40,7 +40,7 @@ def linear_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         block.experts = linear(config)
 
     monkeypatch.setattr(modeling_zaya.ZayaSparseMoeBlock, "__init__", with_linear_experts)
-    monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", _per_token(forward.compute_dynamic_scales_and_zp))
+    monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", _served(forward.compute_dynamic_scales_and_zp))
 
 
 def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:

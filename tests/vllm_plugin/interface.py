@@ -44,6 +44,9 @@ ARGUMENTS = {
         "num_heads", "head_size", "scale", "num_kv_heads", "cache_config", "quant_config", "prefix",
         "per_layer_sliding_window",
     ),
+    (f"{_LAYERS}vocab_parallel_embedding.py", "VocabParallelEmbedding.__init__"): (
+        "num_embeddings", "embedding_dim", "quant_config", "prefix",
+    ),
     (f"{_LAYERS}vocab_parallel_embedding.py", "ParallelLMHead.__init__"): (
         "num_embeddings", "embedding_dim", "bias", "quant_config", "prefix",
     ),
@@ -75,6 +78,9 @@ FIELDS = {
         "num_speculative_tokens",
     ),
     ("v1/attention/backends/registry.py", "MambaAttentionBackendEnum"): ("SHORT_CONV",),
+    (f"{_LAYERS}vocab_parallel_embedding.py", "VocabParallelEmbeddingShardIndices"): (
+        "org_vocab_start_index", "org_vocab_end_index",
+    ),
     (f"{_MOE}config.py", "FusedMoEConfig"): ("moe_parallel_config", "tp_rank", "tp_size"),
     ("sampling_params.py", "SamplingParams"): (
         "max_tokens", "temperature", "prompt_logprobs", "detokenize", "ignore_eos",
@@ -85,6 +91,7 @@ FIELDS = {
 ABSTRACT = {
     (f"{_LAYERS}mamba/abstract.py", "MambaBase"): {"get_state_shape", "get_state_dtype", "mamba_type"},
     (f"{_MOE}fused_moe_method_base.py", "FusedMoEMethodBase"): {"create_weights", "get_fused_moe_quant_config"},
+    (f"{_LAYERS}quantization/base_config.py", "QuantizeMethodBase"): {"create_weights", "apply"},
 }
 """The abstract methods that the plugin's subclasses implement: all that there may be."""
 

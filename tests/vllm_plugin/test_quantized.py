@@ -10,6 +10,7 @@ import torch
 
 from tests.evaluation.support import IGNORE, PRESETS, quantization_config, write_quantized
 from tests.synthetic import LAYOUTS
+from zaya_tools.model.quantized import int8_tokens
 from zaya_tools.parameters import Role
 
 from .engine import ask, geometry, model_of, prompts_of, running, streaming
@@ -19,8 +20,6 @@ pytestmark = pytest.mark.vllm
 SMALL = geometry(blocks=2, hidden_size=128, expert_width=128, experts=4, router_width=16, dtype="bfloat16")
 LENGTHS = (1, 2, 17, 40, 33, 60)
 
-# vLLM's INT8 kernels round activations to 127 steps a side, compressed-tensors to 127.5.
-TYPICAL = {"W8A8": 0.02}
 EMULATED_LINEAR = {"FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "NVFP4", "MXFP4A16"}
 """Presets whose linear layers no CPU kernel takes in float32."""
 
@@ -46,7 +45,18 @@ def test_experts_one_by_one(tmp_path: Path, preset: str) -> None:
         answers = ask(llm, prompts_of(SMALL, *LENGTHS))
     model = streaming(folder)
     gaps = torch.cat([answer.gap(model)[0] for answer in answers])
-    assert gaps.median() < TYPICAL.get(preset, 1e-5)
+    assert gaps.median() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_activations_are_rounded_as_the_kernel_rounds_them(dtype: torch.dtype) -> None:
+    from vllm import _custom_ops as ops
+
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 4, 64)[:, None]
+    rows[5] = 0
+    rows = rows.to(dtype)
+    values, scales, _ = ops.onednn_scaled_int8_quant(rows)
+    assert torch.equal(int8_tokens(rows), (values.float() * scales).to(dtype))
 
 
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8", "W4A16", "MXFP4A16", "NVFP4A16"])

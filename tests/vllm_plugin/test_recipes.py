@@ -24,9 +24,7 @@ TYPICAL = {
     # Recipes whose kernels all compute in float32 on weights alone agree to rounding.
     "bf16": 1e-5, "int4": 1e-5, "int4-g32": 1e-5, "mxfp4": 1e-5, "nvfp4a16": 1e-5,
     # Activations in 8 bits: where two engines differ in the last bit of float32, rounding may go the other way.
-    "fp8": 1e-3, "fp8-block": 1e-3, "fp8-experts": 1e-3, "int4-experts-fp8-attention": 1e-3,
-    # vLLM's INT8 kernels have 127 steps a side, compressed-tensors 127.5.
-    "int8": 1e-2,
+    "fp8": 1e-3, "fp8-block": 1e-3, "fp8-experts": 1e-3, "int4-experts-fp8-attention": 1e-3, "int8": 1e-3,
 }  # fmt: skip
 """Nats by which the median log-probability may differ from the block-by-block engine's in float32."""
 

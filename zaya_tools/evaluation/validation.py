@@ -33,6 +33,8 @@ from zaya_tools.parameters import total
 CHECKS = ("structure", "weights", "likelihood", "generation")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ENGINES = ("stream", "transformers", "vllm")
+_RUN = {"likelihood", "generation"}
+"""Checks that run the model."""
 _PROMPTS, _PROMPT_TOKENS = 4, 24
 
 Report = Callable[[str], None]
@@ -86,6 +88,9 @@ def validate(
     wanted = settings or Settings()
     _check_settings(wanted)
     say = report or (lambda _: None)
+    if wanted.engine == "vllm" and _RUN & set(wanted.checks):
+        # Before anything is read: that may take long.
+        vllm_engine.check_interpreter(wanted.vllm_python)
     folder, name = locate(str(model))
     other = locate(str(reference)) if reference is not None else None
     against = other[0] if other else None
@@ -102,7 +107,7 @@ def validate(
     limits = DEFAULTS[described["scheme_class"]] if described else next(iter(DEFAULTS.values()))
     limits = replace(limits, **{key: value for key, value in wanted.limits.items() if value is not None})
     # A model whose tensors are not all there cannot be run, and its other checks would only repeat that.
-    if sound and {"likelihood", "generation"} & set(wanted.checks):
+    if sound and _RUN & set(wanted.checks):
         results += _run(folder, against, wanted, limits, say)
     skipped = [check for check in wanted.checks if check not in {result.check for result in results}]
     return _conclude(results, skipped, described, other and _describe(*other), wanted, limits)

@@ -30,6 +30,7 @@ from zaya_tools.evaluation.verdict import CHECK, Limits
 from zaya_tools.evaluation.windows import Windows
 from zaya_tools.layouts.match import match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
+from zaya_tools.model.quantized import read_schemes
 from zaya_tools.model.weights import Weights
 
 
@@ -50,8 +51,7 @@ def _package() -> str:
 OURS, NATIVE_MODULE = "zaya_tools.vllm_plugin.", "vllm.model_executor.models.zaya"
 """Where the class that serves ZAYA1 may come from. vLLM falls back to others, which run and are wrong."""
 
-_TYPICAL = {(torch.float32, False): 1e-4, (torch.float32, True): 0.02}
-_TYPICAL_ELSE = 0.1
+_EXACT, _ROUNDED_INPUTS, _ROUNDED = 1e-4, 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def serve(
         raise LayoutError(
             f"{folder} has the {found.layout.name} layout, which vLLM cannot serve", "`zaya convert` it first"
         )
-    interpreter = python or sys.executable
     request = {
         "model": str(folder.resolve()),
         "dtype": dtype,
@@ -105,7 +104,7 @@ def serve(
         "new_tokens": new_tokens,
         "engine": engine or {},
     }
-    answer = _ask(interpreter, request)
+    answer = _ask(check_interpreter(python), request)
     return Served(
         answer["vllm"],
         answer["model_class"],
@@ -116,11 +115,43 @@ def serve(
 
 
 _PROBE = """\
-import importlib.util, sys
-absent = [importlib.util.find_spec(name) is None for name in sys.argv[1:]]
-sys.exit(sum(2**bit for bit, gone in enumerate(absent) if gone))
+import sys
+sys.path[:] = filter(None, sys.path)  # not what happens to lie in the current folder
+from importlib import metadata, util
+plugins = metadata.entry_points(group="vllm.general_plugins")
+ours = any(plugin.value.startswith("zaya_tools.") for plugin in plugins)
+print("zaya-probe", int(util.find_spec("vllm") is not None), int(ours and util.find_spec("zaya_tools") is not None))
 """
-"""Exit code: one bit for each module that is not there."""
+"""Says whether vLLM is there, and whether zaya-tools is, where vLLM will look for it."""
+
+
+def check_interpreter(python: str | None) -> str:
+    """The interpreter that vLLM will run under (default: this one).
+
+    ZayaError, saying what to install, where it has no vLLM, no zaya-tools beside it, or is no Python.
+    """
+    interpreter = python or sys.executable
+    if os.sep in interpreter:
+        # vLLM runs in a folder of its own. A link stays one: it is what makes a virtual environment.
+        interpreter = str(Path(interpreter).absolute())
+    install = f"install vLLM: {install_commands()}"
+    try:
+        said = subprocess.run(
+            [interpreter, "-c", _PROBE], check=False, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ).stdout  # fmt: skip
+    except OSError as error:
+        raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", install) from error
+    found = next((line.split()[1:] for line in said.splitlines() if line.startswith("zaya-probe ")), None)
+    if found is None:
+        raise ZayaError(f"{interpreter} is not a Python of version 3.11 or newer", install)
+    if found[0] == "0":
+        raise ZayaError(f"there is no vLLM for {interpreter}", install)
+    if found[1] == "0":
+        raise ZayaError(
+            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
+        )
+    return interpreter
 
 
 def _length(scored: torch.Tensor) -> int:
@@ -129,25 +160,13 @@ def _length(scored: torch.Tensor) -> int:
 
 
 def _ask(interpreter: str, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        missing = subprocess.run([interpreter, "-c", _PROBE, "vllm", "zaya_tools"], check=False).returncode
-    except OSError as error:
-        raise ZayaError(
-            f"{interpreter} cannot be run: {error.strerror}", f"install vLLM: {install_commands()}"
-        ) from error
-    if missing & 1:
-        raise ZayaError(f"there is no vLLM for {interpreter}", f"install it: {install_commands()}")
-    if missing & 2:
-        raise ZayaError(
-            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
-        )
     with tempfile.TemporaryDirectory() as scratch:
         source, destination = Path(scratch, "request.json"), Path(scratch, "result.json")
         source.write_text(json.dumps(request))
         command = [interpreter, "-m", "zaya_tools.vllm_plugin.worker", str(source), str(destination)]
         done = subprocess.run(
             command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL, cwd=scratch, env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         answer: dict[str, Any] = json.loads(destination.read_text()) if destination.is_file() else {}
     if not answer or "error" in answer:
@@ -229,4 +248,8 @@ def typical(weights: Weights) -> float:
 
     Medians, not maxima: one token sent to another expert by rounding is far away with every right engine.
     """
-    return _TYPICAL.get((weights.dtype, weights.found.quantized), _TYPICAL_ELSE)
+    if weights.dtype != torch.float32:
+        return _ROUNDED
+    # Where activations are rounded to few bits, the last bit of float32 decides which way now and then.
+    groups = read_schemes(weights.source.config).groups if weights.found.quantized else ()
+    return _ROUNDED_INPUTS if any(scheme.input_activations is not None for _, scheme, _ in groups) else _EXACT

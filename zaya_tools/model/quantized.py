@@ -127,10 +127,15 @@ class QuantizedLinear:
         return weight.to(self.dtype)  # type: ignore[no-any-return]
 
     def quantize_input(self, x: Tensor) -> Tensor:
-        """Round x [..., inputs] to what the kernels would see; x itself for schemes that quantize weights alone."""
+        """Round x [..., inputs] to what the kernels would see; x itself for schemes that quantize weights alone.
+
+        compressed-tensors' arithmetic, but for dynamic INT8 tokens, where vLLM's kernels differ from it: `int8_tokens`.
+        """
         args = self.scheme[0].input_activations
         if args is None:
             return x
+        if args.dynamic is True and args.symmetric and (args.type, args.num_bits, args.strategy) == ("int", 8, "token"):
+            return int8_tokens(x)
         from compressed_tensors.quantization.lifecycle.forward import fake_quantize
         from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
@@ -165,7 +170,21 @@ class QuantizedLinear:
         return self.state[suffix].to(self.device) if suffix in self.state else None
 
 
+def int8_tokens(x: Tensor) -> Tensor:
+    """Round each token of x [..., inputs] to 127 steps a side of its largest value, and back to its dtype.
+
+    As vLLM's kernels do (csrc/quantization/w8a8/int8/scaled_quant.cu and csrc/cpu/dnnl_kernels.cpp): in float32, with
+    the scale amax / 127, to the nearest, ties to even. compressed-tensors, and with it fake quantization, has 127.5
+    steps. Zeros stay zeros.
+    """
+    values = x.float()
+    # A row below this is as good as zero, and its inverse would overflow.
+    scale = values.abs().amax(dim=-1, keepdim=True).clamp_min(_SMALLEST) / 127
+    return ((values * (1 / scale)).round_().clamp_(-128, 127) * scale).to(x.dtype)
+
+
 METHOD = "compressed-tensors"
+_SMALLEST = 1e-30
 _HALVES = (torch.bfloat16, torch.float16)
 
 

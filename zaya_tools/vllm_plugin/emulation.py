@@ -28,6 +28,8 @@ logger = init_logger("vllm.zaya_tools")
 FAULTS = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """What vLLM raises, layer by layer, where it has no kernel for a scheme."""
 
+_HALVES = ("BF16", "F16")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -74,7 +76,9 @@ class Form:
             part = cut[suffix][1]
             if any(full not in (own, own * self.ranks) for full, own in zip(shape, part, strict=True)):
                 raise LayoutError(f"{suffix} {list(shape)} cannot be cut for {self.ranks} ranks")
-            result[suffix] = (TORCH[dtype], part)
+            # Scales may be stored in any float type, and float32 holds them all.
+            wide = self.decoder is not None and suffix != "weight" and dtype in _HALVES
+            result[suffix] = (torch.float32 if wide else TORCH[dtype], part)
         return result
 
     def _steps(self) -> list[int]:

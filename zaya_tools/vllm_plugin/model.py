@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsQuant
 
 from zaya_tools.architecture import Architecture
@@ -24,6 +23,7 @@ from zaya_tools.vllm_plugin.loading import load
 from zaya_tools.vllm_plugin.mixing import OP, Mixing, kept_dtypes, kept_shapes
 from zaya_tools.vllm_plugin.moe import SparseMLP
 from zaya_tools.vllm_plugin.support import architecture_of, check_supported
+from zaya_tools.vllm_plugin.vocabulary import build_embedding, build_head
 from zaya_tools.vllm_plugin.weights import weight
 
 
@@ -124,7 +124,7 @@ class ZayaModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         a = self.architecture = architecture_of(vllm_config)
-        self.embed_tokens = VocabParallelEmbedding(a.vocab_size, a.hidden_size, prefix=f"{prefix}.embed_tokens")
+        self.embed_tokens = build_embedding(a, vllm_config.quant_config, f"{prefix}.embed_tokens")
         self.input_hidden_states_scale = weight((a.hidden_size,), torch.float32)
         self.input_hidden_states_bias = weight((a.hidden_size,), torch.float32)
         self.layers = nn.ModuleList(
@@ -187,13 +187,7 @@ class ZayaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
             splits.append(OP)
         lead = f"{prefix}." if prefix else ""
         self.model = ZayaModel(vllm_config=vllm_config, prefix=f"{lead}model")
-        self.lm_head = ParallelLMHead(
-            a.vocab_size,
-            a.hidden_size,
-            bias=a.head_bias,
-            quant_config=None if a.tied else vllm_config.quant_config,
-            prefix=f"{lead}lm_head",
-        )
+        self.lm_head = build_head(a, vllm_config.quant_config, f"{lead}lm_head")
         if a.tied:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(a.vocab_size)

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Nobody is told of it over the network.
+    "VLLM_NO_USAGE_STATS": "1",
     # A window may be as long as the model's context, and scoring it makes one token more.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }

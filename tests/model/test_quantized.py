@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,13 @@ def test_bfloat16_compute_is_near_float32(make: Callable[[str], Made], name: str
     rounded = model_of(make(name).folder, torch.bfloat16).logits(_ids())
     assert rounded.dtype == torch.bfloat16
     assert median(rounded - exact) < 0.1 * exact.std()
+
+
+def test_static_scales_of_16_bits_do_not_round_the_inputs(make: Callable[[str], Made]) -> None:
+    for linear in probe(Weights.open(make("FP8 static").folder).resident()[1]).values():
+        scale = linear.state["input_scale"].bfloat16()
+        short, wide = (replace(linear, state={**linear.state, "input_scale": s}) for s in (scale, scale.float()))
+        assert torch.equal(short.quantize_input(_rows()), wide.quantize_input(_rows()))
 
 
 def test_scales_of_16_bits_do_not_round_the_weights(make: Callable[[str], Made], tmp_path: Path) -> None:

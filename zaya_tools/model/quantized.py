@@ -150,6 +150,7 @@ class QuantizedLinear:
             scale = self._stored("input_scale")
             if scale is None:
                 raise LayoutError(f"{self.module} has static activations but no input_scale")
+            scale = scale.float()  # as kernels hold it: a 16-bit scale would round the product to 16 bits
         rounded: Tensor = fake_quantize(rows, scale, zero, args, global_scale=limit)
         return rounded.to(x.dtype).view(x.shape)
 

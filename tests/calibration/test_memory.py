@@ -6,9 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.model.support import BASE, random_tensors
-from tests.synthetic import config_of, write_tensors
-from zaya_tools.layouts.native import NATIVE
+from tests.model.support import BASE, write_deep
 
 MEASURE = """
 import sys
@@ -36,14 +34,7 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
     shallow = replace(BASE, hidden_size=256, experts=8, expert_width=512, vocab_size=320, dtype="bfloat16")
     folders = []
     for blocks in (3, 24):
-        a = replace(shallow, blocks=blocks, sliding=(False,) * blocks)
-        block = {n: t.bfloat16() for n, t in random_tensors(shallow).items()}
-        # Every block after the first has the weights of the second: they are only there to be read.
-        names = {n: n for n in block if ".layers." not in n or ".layers.0." in n}
-        for number in range(1, blocks):
-            names |= {n.replace(".1.", f".{number}.", 1): n for n in block if ".layers.1." in n}
-        folders.append(tmp_path / str(blocks))
-        write_tensors(folders[-1], {name: block[n].clone() for name, n in names.items()}, config_of(NATIVE, a))
+        folders.append(write_deep(tmp_path / str(blocks), shallow, blocks))
     command = [sys.executable, "-c", MEASURE, str(tmp_path), *map(str, folders)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.synthetic import config_of, write_tensors
 from zaya_tools.architecture import Architecture, native_config
+from zaya_tools.layouts.native import NATIVE
 from zaya_tools.model.model import ZayaModel
 from zaya_tools.parameters import Role, parameters
 
@@ -82,3 +85,17 @@ def transformers_model(architecture: Architecture, dtype: torch.dtype = torch.fl
     assert missing == (["lm_head.weight"] if architecture.tied else [])
     assert unexpected == []
     return model
+
+
+def write_deep(folder: Path, shallow: Architecture, blocks: int) -> Path:
+    """A native checkpoint of many blocks, cheaply made: to be read, not to be any good.
+
+    Every block after the first has the weights of the second of `shallow`.
+    """
+    a = replace(shallow, blocks=blocks, sliding=(False,) * blocks)
+    block = {name: tensor.bfloat16() for name, tensor in random_tensors(shallow).items()}
+    names = {name: name for name in block if ".layers." not in name or ".layers.0." in name}
+    for number in range(1, blocks):
+        names |= {name.replace(".1.", f".{number}.", 1): name for name in block if ".layers.1." in name}
+    write_tensors(folder, {name: block[stored].clone() for name, stored in names.items()}, config_of(NATIVE, a))
+    return folder

@@ -18,7 +18,7 @@ from zaya_tools.model.rotary import rotaries
 from zaya_tools.model.streaming import Layer, States, stream
 from zaya_tools.model.weights import Weights
 
-from .support import BASE, GEOMETRIES, random_ids, random_tensors
+from .support import BASE, GEOMETRIES, random_ids, random_tensors, write_deep
 
 A = GEOMETRIES["sliding"]
 SHAPE = (7, 12)
@@ -154,14 +154,7 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
     shallow = replace(BASE, hidden_size=256, experts=8, expert_width=512, vocab_size=64, dtype="bfloat16")
     folders = []
     for blocks in (3, 30):
-        a = replace(shallow, blocks=blocks, sliding=(False,) * blocks)
-        block = {n: t.bfloat16() for n, t in random_tensors(shallow).items()}
-        # Every block after the first has the weights of the second: they are only there to be read.
-        names = {n: n for n in block if ".layers." not in n or ".layers.0." in n}
-        for number in range(1, blocks):
-            names |= {n.replace(".1.", f".{number}.", 1): n for n in block if ".layers.1." in n}
-        folders.append(tmp_path / str(blocks))
-        write_tensors(folders[-1], {name: block[n].clone() for name, n in names.items()}, config_of(NATIVE, a))
+        folders.append(write_deep(tmp_path / str(blocks), shallow, blocks))
     size = sum(file.stat().st_size for file in folders[-1].iterdir()) / 2**20
     assert size > 150
     command = [sys.executable, "-c", MEASURE, *map(str, folders)]

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from tests.evaluation.support import (
+    EXPERTS,
     PRESETS,
     SMALL,
     compress,
@@ -23,11 +24,7 @@ from tests.evaluation.support import (
     sound,
     write_quantized,
 )
-from tests.synthetic import (
-    write_checkpoint,
-)
 from zaya_tools.checkpoint.conversion import convert
-from zaya_tools.evaluation import comparison
 from zaya_tools.evaluation.comparison import limit
 from zaya_tools.evaluation.stored import Decoder
 from zaya_tools.evaluation.weights import check_weights
@@ -36,19 +33,7 @@ from zaya_tools.layouts.native import NATIVE
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.parameters import Role
 
-E1 = "model.layers.1.mlp.experts."
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every matrix takes several blocks, none of them beginning where a zero point's word does."""
-    monkeypatch.setattr(comparison, "BLOCK", 64 * 23)
-
-
-@pytest.fixture
-def raw(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "raw", RAW, SMALL, shards=3)
-    return tmp_path / "raw"
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -77,7 +62,7 @@ def test_other_layouts_give_the_same_figures(tmp_path: Path, raw: Path, preset: 
 def test_errors_are_those_of_the_definition(tmp_path: Path, raw: Path) -> None:
     result = check_weights(write_quantized(tmp_path / "model", "FP8_DYNAMIC"), raw)
     stored = quantized_tensors(SMALL, "FP8_DYNAMIC")
-    name = f"{E1}3.up_proj"
+    name = f"{EXPERTS}3.up_proj"
     values = stored[f"{name}.weight"].double() * stored[f"{name}.weight_scale"].double()
     wanted = native()[f"{name}.weight"].double()
     row = next(row for row in result.figures["by_tensor"] if row["name"] == f"{name}.weight")
@@ -106,7 +91,7 @@ def test_a_format_that_the_library_does_not_have(tmp_path: Path, raw: Path) -> N
 
 
 def test_a_scale_that_is_missing_is_not_skipped(tmp_path: Path, raw: Path) -> None:
-    name = f"{E1}0.up_proj"
+    name = f"{EXPERTS}0.up_proj"
     write_quantized(tmp_path / "m", "FP8_DYNAMIC", edit=lambda t: t.__delitem__(f"{name}.weight_scale"))
     result = check_weights(tmp_path / "m", raw)
     assert failing(result, "could not be compared").names == (f"{name}.weight",)
@@ -114,7 +99,7 @@ def test_a_scale_that_is_missing_is_not_skipped(tmp_path: Path, raw: Path) -> No
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_another_models_expert_is_too_far_off(tmp_path: Path, raw: Path, preset: str) -> None:
-    name = f"{E1}2.down_proj"
+    name = f"{EXPERTS}2.down_proj"
     other = compress(native()[f"{name}.weight"].flip(0).contiguous(), scheme_of(preset))
 
     def edit(tensors: dict[str, Tensor]) -> None:
@@ -126,7 +111,7 @@ def test_another_models_expert_is_too_far_off(tmp_path: Path, raw: Path, preset:
 
 
 def test_one_wrong_row_is_found_in_a_good_matrix(tmp_path: Path, raw: Path) -> None:
-    name = f"{E1}2.up_proj"
+    name = f"{EXPERTS}2.up_proj"
 
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[f"{name}.weight_scale"][17] *= 1.75

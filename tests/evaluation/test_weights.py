@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.evaluation.support import SMALL, failing, native, sound, write_native, write_quantized
+from tests.evaluation.support import EXPERTS, SMALL, failing, native, sound, write_native, write_quantized
 from tests.synthetic import (
     LAYOUTS,
     logical,
@@ -21,7 +21,6 @@ from tests.synthetic import (
     write_checkpoint,
 )
 from zaya_tools.checkpoint.conversion import convert
-from zaya_tools.evaluation import comparison
 from zaya_tools.evaluation.units import all_units
 from zaya_tools.evaluation.weights import check_weights
 from zaya_tools.layouts.base import Layout
@@ -29,19 +28,7 @@ from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.layouts.raw import RAW
 from zaya_tools.parameters import parameters
 
-E1 = "model.layers.1.mlp.experts."
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every matrix takes several blocks, none of them beginning where a zero point's word does."""
-    monkeypatch.setattr(comparison, "BLOCK", 64 * 23)
-
-
-@pytest.fixture
-def raw(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "raw", RAW, SMALL, shards=3)
-    return tmp_path / "raw"
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 # Nothing quantized
@@ -149,10 +136,10 @@ def test_another_model_is_not_compared(tmp_path: Path, raw: Path) -> None:
 
 
 def test_a_missing_tensor_is_counted_and_named(tmp_path: Path, raw: Path) -> None:
-    write_checkpoint(tmp_path / "model", NATIVE, SMALL, overrides={f"{E1}down_proj": None})
+    write_checkpoint(tmp_path / "model", NATIVE, SMALL, overrides={f"{EXPERTS}down_proj": None})
     result = check_weights(tmp_path / "model", raw)
     found = failing(result, "4 of 87 tensors could not be compared")
-    assert found.names == tuple(f"{E1}{expert}.down_proj.weight" for expert in range(4))
+    assert found.names == tuple(f"{EXPERTS}{expert}.down_proj.weight" for expert in range(4))
     assert (result.figures["compared"], result.figures["not_compared"]) == (83, 4)
 
 
@@ -163,14 +150,14 @@ def test_a_missing_tensor_is_counted_and_named(tmp_path: Path, raw: Path) -> Non
 @pytest.mark.parametrize("layout", [NATIVE, NATIVE_PER_EXPERT])
 def test_a_weight_that_is_not_finite(tmp_path: Path, value: float, layout: Layout) -> None:
     values = logical(SMALL)
-    values[f"{E1}gate_up_proj"][2, SMALL.expert_width + 40, 7] = value
-    values[f"{E1}gate_up_proj"][2, SMALL.expert_width + 50, 3] = value
+    values[f"{EXPERTS}gate_up_proj"][2, SMALL.expert_width + 40, 7] = value
+    values[f"{EXPERTS}gate_up_proj"][2, SMALL.expert_width + 50, 3] = value
     write_native(tmp_path / "m", split(layout, SMALL, values), layout)
     write_native(tmp_path / "r", split(layout, SMALL, logical(SMALL)), layout)
     for reference in (None, tmp_path / "r", tmp_path / "m"):
         result = check_weights(tmp_path / "m", reference)
         found = failing(result, "NaN or infinity")
-        assert found.names == (f"{E1}2.up_proj.weight",)
+        assert found.names == (f"{EXPERTS}2.up_proj.weight",)
         assert "(2, the first at [40, 7])" in found.message
         assert result.figures["nonfinite_values"] == 2
         assert len(result.failures) == 1
@@ -178,14 +165,14 @@ def test_a_weight_that_is_not_finite(tmp_path: Path, value: float, layout: Layou
 
 def test_an_infinity_that_quantization_hid(tmp_path: Path) -> None:
     values = logical(SMALL)
-    values[f"{E1}down_proj"][1, 9, 9] = math.inf
+    values[f"{EXPERTS}down_proj"][1, 9, 9] = math.inf
     write_native(tmp_path / "r", split(NATIVE, SMALL, values), NATIVE)
     result = check_weights(write_quantized(tmp_path / "m", "FP8_DYNAMIC"), tmp_path / "r")
-    assert failing(result, "in the reference and finite").names == (f"{E1}1.down_proj.weight",)
+    assert failing(result, "in the reference and finite").names == (f"{EXPERTS}1.down_proj.weight",)
 
 
 def test_a_nan_among_quantized_numbers(tmp_path: Path, raw: Path) -> None:
-    name = f"{E1}1.down_proj.weight"
+    name = f"{EXPERTS}1.down_proj.weight"
 
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[name].view(torch.uint8)[5, 6] = 0x7F
@@ -200,11 +187,11 @@ def test_a_nan_among_quantized_numbers(tmp_path: Path, raw: Path) -> None:
 def test_an_up_half_that_was_never_filled(tmp_path: Path, raw: Path, compared: bool) -> None:
     """Loaded without a word, and every expert's up half is still what the memory held."""
     tensors = native(NATIVE)
-    tensors[f"{E1}gate_up_proj"][:, SMALL.expert_width :] = 0
+    tensors[f"{EXPERTS}gate_up_proj"][:, SMALL.expert_width :] = 0
     result = check_weights(write_native(tmp_path / "m", tensors, NATIVE), raw if compared else None)
     found = failing(result, "never filled")
     assert "block 1, expert 0, up" in found.message
-    assert found.names == tuple(f"{E1}{expert}.up_proj.weight" for expert in range(4))
+    assert found.names == tuple(f"{EXPERTS}{expert}.up_proj.weight" for expert in range(4))
 
 
 def test_without_a_reference_everything_is_scanned(tmp_path: Path) -> None:

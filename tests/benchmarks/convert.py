@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from tests.benchmarks.support import generate, medians
+from tests.benchmarks.support import generate, in_turns
 from zaya_tools.layouts.raw import RAW
 
 PEER = """
@@ -97,13 +98,8 @@ def main() -> None:
         }
         if not options.peer:
             del commands["load, stack, save_file"]
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for number in range(options.rounds + 1):
-            for name, command in commands.items():
-                result = measure(command, target, options.pause)
-                if number:  # the first round touches memory and disk for the first time
-                    results[name].append(result)
-    found = medians(results)
+        jobs = {name: partial(measure, command, target, options.pause) for name, command in commands.items()}
+        found = in_turns(jobs, options.rounds)
     floor = found["cp -r"][0]
     print(f"{size / 1e9:.2f} GB, {options.rounds} rounds, medians\n")
     print("| | seconds | of cp -r | peak RSS, MB |\n|---|---|---|---|")

@@ -12,6 +12,7 @@ import argparse
 import mmap
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.benchmarks.convert import measure
-from tests.benchmarks.support import generate, medians, widths
+from tests.benchmarks.support import generate, in_turns, widths
 from tests.megatron import primus, save, trainer_args
 from zaya_tools.checkpoint.source import open_source
 from zaya_tools.layouts.raw import RAW
@@ -71,14 +72,10 @@ def main() -> None:
             f"trainer's file, {whole / 1e9:.2f} GB": [*zaya, str(trained), str(target)],
             "back: raw export to a trainer's file": [*zaya, str(raw), str(target), "--to", "megatron"],
         }
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for number in range(options.rounds + 1):
-            for name, command in commands.items():
-                result = measure(command, target, options.pause)
-                if number:  # the first round touches memory and disk for the first time
-                    results[name].append(result)
+        jobs = {name: partial(measure, command, target, options.pause) for name, command in commands.items()}
+        found = in_turns(jobs, options.rounds)
     print("| | seconds | peak RSS, MB |\n|---|---|---|")
-    for name, (wall, peak) in medians(results).items():
+    for name, (wall, peak) in found.items():
         print(f"| {name} | {wall:.2f} | {peak:.0f} |")
 
 

@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.benchmarks.support import generate, medians
+from tests.benchmarks.support import Job, generate, in_turns
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 
 OURS = """
@@ -54,8 +53,6 @@ peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) 
 print("RESULT", json.dumps({"seconds": seconds, "peak": peak}))
 """
 
-Job = Callable[[], tuple[float, float]]
-
 RECIPES = {
     "fp8": ("extends: fp8\n", "FP8_DYNAMIC"),
     "int4 minmax": ("extends: int4\nobserver: minmax\n", "W4A16"),
@@ -84,6 +81,13 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
     seconds = time.perf_counter() - start
     shutil.rmtree(target)
     return seconds, 0.0
+
+
+def rested(job: Job, pause: float) -> tuple[float, float]:
+    """A job's result, begun when the disk has nothing left to do."""
+    os.sync()
+    time.sleep(pause)
+    return job()
 
 
 def _jobs(root: Path, source: Path, large: Path, target: Path, peer: bool) -> dict[str, Job]:
@@ -115,17 +119,10 @@ def main() -> None:
         size = generate(source, NATIVE_PER_EXPERT, options.blocks, shards=4)
         generate(large, NATIVE_PER_EXPERT, options.blocks, shards=1)
         jobs = _jobs(root, source, large, target, options.peer)
-        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
-        for number in range(options.rounds + 1):
-            for name, job in jobs.items():
-                os.sync()
-                time.sleep(options.pause)
-                result = job()
-                if number:  # the first round touches memory and disk for the first time
-                    runs[name].append(result)
+        found = in_turns({name: partial(rested, job, options.pause) for name, job in jobs.items()}, options.rounds)
     print(f"{size / 1e9:.2f} GB, {options.rounds} rounds, medians\n")
     print("| | seconds | GB/s of source | peak RSS, MB |\n|---|---|---|---|")
-    for name, (wall, peak) in medians(runs).items():
+    for name, (wall, peak) in found.items():
         print(f"| {name} | {wall:.2f} | {size / wall / 1e9:.2f} | {peak:.0f} |")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -59,12 +59,18 @@ def generate(folder: Path, layout: Layout, blocks: int, shards: int = 2) -> int:
     return total
 
 
-Runs = Mapping[str, Sequence[tuple[float, float]]]
-"""(seconds, peak RSS in MB) of every round, by name."""
+Job = Callable[[], tuple[float, float]]
+"""Does something once; (seconds, peak RSS in MB)."""
 
 
-def medians(runs: Runs) -> dict[str, tuple[float, float]]:
-    """(median of the seconds, largest peak) by name."""
+def in_turns(jobs: Mapping[str, Job], rounds: int) -> dict[str, tuple[float, float]]:
+    """(median of the seconds, largest peak) by name, of jobs that take turns."""
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+    for number in range(rounds + 1):
+        for name, job in jobs.items():
+            result = job()
+            if number:  # the first round touches memory and disk for the first time
+                runs[name].append(result)
     return {
         name: (statistics.median(run[0] for run in found), max(run[1] for run in found)) for name, found in runs.items()
     }

@@ -100,7 +100,7 @@ def plan_match(
         sides=side_files(opened.side_folder, opened.weight_names),
         options={"to": to, "dtype": dtype, "max_shard_bytes": max_shard_bytes, **opened.stamp},
         skip=classes,
-        notes=(*opened.notes, *found.notes, *plan_notes(plan, opened)),
+        notes=plan_notes(plan, opened, found),
         warnings=tuple(skip.warnings(classes)),
     )
 
@@ -173,13 +173,13 @@ def check_tied_head(found: Match) -> None:
         )
 
 
-def plan_notes(plan: Plan, source: Source) -> list[str]:
-    """What is worth saying about a plan that is otherwise a renaming."""
-    notes = []
+def plan_notes(plan: Plan, source: Source, found: Match) -> tuple[str, ...]:
+    """What is worth saying about a source, its tensors, and a plan that is otherwise a renaming."""
+    notes = [*source.notes, *found.notes]
     if any(output.operation == BAKE for output in plan.outputs()):
         notes.append("clamp_temp: exp(clamp(temp, 1e-7, 2)) was baked into the key temperatures, in float32")
     if is_run(plan):
         notes.append("what only a trainer keeps (balancing optimiser, first router's scale) is as when training begins")
     for ignored in source.ignored:
         notes.append(f"{ignored} is not part of the checkpoint (its index does not name it) and was left alone")
-    return notes
+    return tuple(notes)

@@ -108,7 +108,7 @@ def plan_quantization(
             **opened.stamp,
         },
         skip=classes,
-        notes=(*opened.notes, *found.notes, *plan_notes(plan, opened)),
+        notes=plan_notes(plan, opened, found),
         warnings=(*_idle_rules(resolved), *skip.warnings(classes)),
         recipe=chosen,
         resolved=resolved,

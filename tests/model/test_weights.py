@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -101,15 +102,22 @@ def test_the_memory_of_blocks_does_not_grow_with_depth(tmp_path: Path, layout: s
     assert all(place == places[index % 2] for index, place in enumerate(places))
 
 
-def test_a_block_is_valid_until_the_next_but_one(tmp_path: Path) -> None:
+def test_a_block_stays_as_it_is_while_the_next_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights.open(write(tmp_path, DEEP))
     kept = [experts(block).gate_up.clone() for block in weights.resident()]
-    before: Block | None = None
+    read = weights._block
+    done = [Event() for _ in range(DEEP.blocks)]
+
+    def signalling(index: int, *arguments: Any) -> Block:
+        block = read(index, *arguments)
+        done[index].set()
+        return block
+
+    monkeypatch.setattr(weights, "_block", signalling)
     for index, block in enumerate(weights):
+        if index + 1 < DEEP.blocks:
+            assert done[index + 1].wait(60)
         assert torch.equal(experts(block).gate_up, kept[index])
-        if before is not None:
-            assert torch.equal(experts(before).gate_up, kept[index - 1])
-        before = block
     for index, expected in enumerate(kept):
         assert torch.equal(expected, random_tensors(DEEP)[f"model.layers.{index}.mlp.experts.gate_up_proj"])
 

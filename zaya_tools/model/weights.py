@@ -125,7 +125,7 @@ class Weights:
         return tuple(self._block(index, _Buffers(), cast=True) for index in range(self.found.architecture.blocks))
 
     def blocks(self, first: int = 0) -> Iterator[Block]:
-        """Every block from `first` on, each valid until the next but one is asked for: its memory is used again."""
+        """Every block from `first` on, each valid until the next is asked for: its memory is used again."""
         sets = (_Buffers(), _Buffers())
         count = self.found.architecture.blocks
         if first >= count:

@@ -47,9 +47,9 @@ def gptq(
     # Both are the kernel's to overwrite. Scales in float32: it would multiply in their type.
     zero = torch.zeros_like(scales)
     moved, _, _ = kernel()(
-        weights.float().clone(), hessians.clone(), scales, zero, None, _args(scheme), _BLOCK, DAMPING
+        weights.to(torch.float32, copy=True), hessians.clone(), scales, zero, None, _args(scheme), _BLOCK, DAMPING
     )
-    start = Rounded(nearest(moved / spread(scales, columns), scheme.kind), scales)
+    start = Rounded(nearest(moved.div_(spread(scales, columns)), scheme.kind), scales)
     return polish(weights, start, damped(hessians), scheme, dtype, sweeps=sweeps)
 
 

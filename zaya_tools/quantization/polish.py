@@ -69,9 +69,11 @@ def polish(
     width = scheme.columns if fits else min(_WIDTH, columns)
     # Columns are gone through one by one: here they are what lies together, [batch, columns, rows].
     numbers, scales = start.numbers.mT.contiguous(), start.scales.mT.contiguous()
-    residual = hessians @ (weight.float() - start.weight()).mT
+    gap = start.weight()
+    residual = hessians @ torch.sub(weight, gap, out=gap).mT
+    del gap
     each = columns // scales.shape[1]
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
         for first in range(0, columns, width):
             last = min(first + width, columns)
             own = scales[:, first // each : -(-last // each)].repeat_interleave(min(each, last - first), 1)
@@ -85,7 +87,9 @@ def polish(
                 scale = _fitted(found, scales[:, first // width], left, inner, dtype)
                 scales[:, first // width] = scale
                 after = found * scale[:, None]
-            residual.baddbmm_(hessians[:, :, first:last], before.sub_(after))
+            # After the last sweep nobody asks what is left in the columns behind.
+            ahead = 0 if sweep + 1 < sweeps else last
+            residual[:, ahead:].baddbmm_(hessians[:, ahead:, first:last], before.sub_(after))
     return Rounded(numbers.mT.contiguous(), scales.mT.contiguous())
 
 

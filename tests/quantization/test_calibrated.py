@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.calibration.support import bent, scaled
 from tests.checkpoint.support import tree
 from tests.quantization.support import LEARNING
-from tests.synthetic import same_bits, write_checkpoint
+from tests.synthetic import LAYOUTS, same_bits, small, write_checkpoint
 from zaya_tools import calibrate, quantize
 from zaya_tools.calibration.data import Choice
 from zaya_tools.calibration.observing import sites
 from zaya_tools.calibration.run import Settings
 from zaya_tools.checkpoint.conversion import convert
 from zaya_tools.checkpoint.destination import partial_folder
+from zaya_tools.checkpoint.source import open_source, stretches
 from zaya_tools.data import TINY
 from zaya_tools.errors import DestinationError, NonFiniteError, ZayaError
 from zaya_tools.evaluation.likelihood import measure
@@ -39,8 +41,9 @@ from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import PROTECTED, parameters
-from zaya_tools.quantization.blocks import _Block
+from zaya_tools.quantization.block import BlockWork
 from zaya_tools.quantization.calibrated import Calibration, Stage
+from zaya_tools.quantization.group import ALONE
 from zaya_tools.quantization.resolve import Decision
 from zaya_tools.quantization.scheme import AWQ, SCHEMES, SMOOTH, Observer
 
@@ -156,6 +159,26 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
+def test_blocks_that_were_finished_after_the_states_were_saved_are_not_quantized_again(
+    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rarely = replace(GIVEN, every=1e9)
+    with pytest.raises(_StoppedError):
+        quantize(TINY, tmp_path / "out", "int4-gptq", calibration=rarely, report=stop_after(2))
+    assert not list(tmp_path.glob("*/states-quantized*"))
+    worked: list[int] = []
+    run = BlockWork.run
+
+    def counting(self: BlockWork) -> Any:
+        worked.append(self.index)
+        return run(self)
+
+    monkeypatch.setattr(BlockWork, "run", counting)
+    quantize(TINY, tmp_path / "out", "int4-gptq", calibration=rarely, resume=True)
+    assert worked == [3]
+    assert tree(tmp_path / "out") == tree(outputs["int4-gptq"])
+
+
 KILL = """
 import os, signal, sys
 from tests.quantization.test_calibrated import GIVEN
@@ -187,7 +210,26 @@ def test_the_manifest_says_what_was_learnt_from(outputs: dict[str, Path]) -> Non
     assert len(manifest["quantized"]) == 4 * (5 + 24)
     smoothed = {name.split(".")[-2] for name, facts in manifest["quantized"].items() if facts.get("smoothed")}
     assert smoothed == {"up_proj", "down_proj", "v_proj_current", "v_proj_delayed", "o_proj"}
-    assert not any("workspace" in name or "block-" in name for name in manifest["source"]["tensors"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_manifest_has_the_digest_of_every_byte_of_the_source(layout: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    a = small(blocks=2, hidden_size=128, head_dim=64, expert_width=128, vocab_size=320)
+    write_checkpoint(source, LAYOUTS[layout], a, seed=1)
+    given = replace(GIVEN, tokenizer=str(TINY), choice=Choice(samples=4, context=32))
+    quantize(source, tmp_path / "out", "int4-imatrix", calibration=given, max_shard_size="100KB")
+    tensors_ = json.loads((tmp_path / "out" / "zaya_manifest.json").read_text())["source"]["tensors"]
+    seen = 0
+    for tensor in open_source(source).tensors.values():
+        data = b"".join(bytes(chunk) for _, chunk in stretches(tensor))
+        held = tensors_[tensor.name]
+        for part in held:
+            seen += part["bytes"]
+            digest = blake3(data[part["offset"] : part["offset"] + part["bytes"]]).hexdigest()
+            assert part["blake3"] == digest, tensor.name
+        assert sum(part["bytes"] for part in held) == tensor.nbytes, tensor.name
+    assert seen == open_source(source).nbytes
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "nvfp4", "int4-imatrix", "int4-gptq", "int4-awq"])
@@ -278,9 +320,9 @@ def test_smoothing_changes_weights_and_not_the_model(observer: Observer, tmp_pat
     states = Stream(weights, weights.ends(), ids)
     for index in range(a.blocks):
         decisions = {p.name: Decision(SCHEMES["int4"], observer, "", 0) for site in sites(a, index) for p in site}
-        block = _Block(weights, index, decisions, found.moments, None)
+        block = BlockWork(weights, index, decisions, found.moments, None, ALONE)
         before = {local: tensor.clone() for local, tensor in block.tensors.items()}
-        block._smooth()
+        block.smooth()
         changed = {n for n, t in block.tensors.items() if not torch.equal(t.float(), before[n].float())}
         assert changed <= {
             "self_attn.qkv_proj.v_proj_current.weight", "self_attn.qkv_proj.v_proj_delayed.weight",
@@ -303,9 +345,9 @@ def test_only_pairs_of_which_both_sides_ask_for_it_are_smoothed(tmp_path: Path) 
     weights = Weights.open(TINY)
     decisions = {p.name: Decision(SCHEMES["int4"], AWQ, "", 0) for site in sites(weights.architecture, 0) for p in site}
     decisions["model.layers.0.self_attn.o_proj.weight"] = Decision(None, None, "", 0)
-    block = _Block(weights, 0, decisions, found.moments, None)
+    block = BlockWork(weights, 0, decisions, found.moments, None, ALONE)
     before = {local: tensor.clone() for local, tensor in block.tensors.items()}
-    block._smooth()
+    block.smooth()
     changed = {n for n, t in block.tensors.items() if not torch.equal(t.float(), before[n].float())}
     assert changed == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 

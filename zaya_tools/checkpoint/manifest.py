@@ -45,7 +45,9 @@ def manifest(
     segments: dict[str, list[Segment]] = {}
     for digest in digests.values():
         for segment in digest.segments:
-            segments.setdefault(segment.tensor, []).append(segment)
+            # Gate and up may be in one tensor of the source and in two shards.
+            if segment not in segments.setdefault(segment.tensor, []):
+                segments[segment.tensor].append(segment)
     written = {name: {"bytes": d.nbytes, "blake3": d.blake3} for name, d in digests.items()}
     written |= {name: {"bytes": len(data), "blake3": blake3(data).hexdigest()} for name, data in files.items()}
     content = {

@@ -44,7 +44,8 @@ def run(command: Callable[[], object]) -> None:
         if advice is None or os.environ.get("ZAYA_TRACEBACK"):
             raise
         message, hint, code = advice
-        if message:  # there is none where typer has shown its help
+        # There is none where typer has shown its help.
+        if message and not getattr(error, "told", False):
             sys.stderr.write(f"error: {_line(message)}\n")
             if hint:
                 sys.stderr.write(f"hint: {_line(hint)}\n")

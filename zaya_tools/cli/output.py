@@ -50,15 +50,18 @@ _console = partial(Console, highlight=False, markup=False, emoji=False)
 
 
 class Output:
-    """Text for people goes to stdout, notices and progress to stderr; with `as_json` stdout has the document alone."""
+    """Text for people goes to stdout, notices and progress to stderr; with `as_json` stdout has the document alone.
 
-    def __init__(self, as_json: bool = False) -> None:
-        self.as_json = as_json
+    A `silent` one says nothing: of several processes of a run one speaks.
+    """
+
+    def __init__(self, as_json: bool = False, silent: bool = False) -> None:
+        self.as_json, self._silent = as_json, silent
         # Tables must not be cut off where the output is a pipe or a log of unknown width.
         width = None if sys.stdout.isatty() else 140
         # Names are printed as they are: [brackets] and :codes: in them mean nothing.
-        self._out = _console(width=width)
-        self._err = _console(stderr=True, width=None if sys.stderr.isatty() else 1000)
+        self._out = _console(width=width, quiet=silent)
+        self._err = _console(stderr=True, width=None if sys.stderr.isatty() else 1000, quiet=silent)
 
     def text(self, line: str = "") -> None:
         """A line for people; nothing in JSON mode."""
@@ -93,7 +96,7 @@ class Output:
 
     def document(self, value: dict[str, Any]) -> None:
         """The one JSON document; nothing without JSON mode. Numbers that JSON does not have become null."""
-        if self.as_json:
+        if self.as_json and not self._silent:
             sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
     @contextmanager

@@ -38,6 +38,7 @@ class ExpertLayout(StrEnum):
 
 
 def quantize(
+    context_: typer.Context,
     source: Annotated[
         str,
         typer.Argument(metavar="SRC", help="Full-precision checkpoint, a folder or file of any layout, or a hub id."),
@@ -102,18 +103,19 @@ def quantize(
     from zaya_tools.quantization.calibrated import Calibration, needs_calibration
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
+    from zaya_tools.quantization.group import joined, own_device
     from zaya_tools.quantization.mixed import AUTO
 
-    out = Output(as_json)
+    group = context_.with_resource(joined())
+    out = Output(as_json, silent=not group.leads)
     choice = Choice(data, field, samples, context, seed) if data else None
     calibration = Calibration(statistics=stats, choice=choice, tokenizer=str(tokenizer) if tokenizer else None)
     reading = Reading(iteration, config, vocab_size, tokenizer)
     auto = None
     if recipe == AUTO:
         target = (parse_size(target_size) if target_size else None, target_bits)
-        auto = _choose(
-            out, source, destination, calibration, target, device=device, resume=resume, force=force, reading=reading
-        )
+        options = {"device": device, "resume": resume, "force": force, "reading": reading}
+        auto = group.lead(lambda: _choose(out, source, destination, calibration, target, **options))
     elif target_size or target_bits:
         raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
     work = plan_quantization(
@@ -123,10 +125,7 @@ def quantize(
     )  # fmt: skip
     for warning in work.warnings:
         out.warn(warning)
-    if device not in ("auto", "cpu"):
-        from zaya_tools.model.device import choose_device
-
-        choose_device(device)  # known to be there before anything else is said
+    own_device(device, group)  # known to be there before anything else is said
     if auto is not None:
         show_choice(out, auto)
     if dry_run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,9 @@ TORCH = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """torch's types by their safetensors names."""
+
+Seen = Callable[[Parameter, TensorInfo, memoryview], None]
+"""Takes a parameter, a stored tensor that is part of it, and that tensor's bytes."""
 
 
 class _Buffers:
@@ -139,17 +142,25 @@ class Weights:
                 ahead = reader.submit(self._block, following, sets[following % 2]) if following < count else None
                 yield block
 
-    def dense(self, index: int) -> dict[str, Tensor]:
-        """All tensors of an unquantized block by native local name, as stored, in memory of their own on the device."""
-        held = _Buffers()
-        return {p.local: self._dense(p, held).to(self.device) for p in self._rows[index]}
+    def dense(self, index: int, seen: Seen | None = None) -> dict[str, Tensor]:
+        """All tensors of an unquantized block by native local name, as stored, in memory of their own on the device.
 
-    def _dense(self, parameter: Parameter, buffers: _Buffers) -> Tensor:
+        `seen` is called with every parameter, each tensor of the source that holds some of it, and the bytes read.
+        """
+        held = _Buffers()
+        return {p.local: self._dense(p, held, seen).to(self.device) for p in self._rows[index]}
+
+    def _dense(self, parameter: Parameter, buffers: _Buffers, seen: Seen | None = None) -> Tensor:
         stored = [bound.tensor for bound in self.found.bound[parameter.name] if bound.tensor is not None]
         dtypes = {tensor.dtype for tensor in stored}
         if len(dtypes) != 1:
             raise LayoutError(f"{parameter.name} is stored in several dtypes: {', '.join(sorted(dtypes))}")
         tensor = read_tensor(stored, buffers(parameter.local, parameter.shape, TORCH[dtypes.pop()]))
+        if seen is not None:
+            data = tensor.view(-1).view(torch.uint8).numpy().data
+            for part in stored:
+                seen(parameter, part, data[: part.nbytes])
+                data = data[part.nbytes :]
         if parameter.role is Role.TEMPERATURE and self.found.architecture.clamp_temp:
             return tensor.float().clamp(1e-7, 2.0).exp()
         return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
 from zaya_tools.checkpoint.header import read_header
 from zaya_tools.checkpoint.manifest import source_files
 from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard
-from zaya_tools.checkpoint.pump import ShardDigest
+from zaya_tools.checkpoint.pump import Segment, ShardDigest
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.opened import SMOOTHED
 from zaya_tools.evaluation.validation import DTYPES
@@ -31,8 +31,9 @@ from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.model.streaming import BUDGET
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import parameters
-from zaya_tools.quantization.blocks import STAGE, Knowledge, facts_of, needs_passes, needs_statistics, quantize_blocks
+from zaya_tools.quantization.blocks import STAGE, Knowledge, needs_passes, needs_statistics, quantize_blocks, record_of
 from zaya_tools.quantization.gptq import kernel
+from zaya_tools.quantization.group import ALONE, Group
 from zaya_tools.quantization.planning import QuantizedOutput
 from zaya_tools.tensors import TensorInfo
 
@@ -82,7 +83,7 @@ class Learned:
     record: Mapping[str, Any]
 
 
-def learn(work: Quantization, calibration: Calibration, device: torch.device) -> Learned:
+def learn(work: Quantization, calibration: Calibration, device: torch.device, group: Group = ALONE) -> Learned:
     """Read statistics and data as a plan needs them.
 
     ZayaError where they are not given, cannot be read or are of another model, and where llm-compressor is needed and
@@ -97,6 +98,10 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device) ->
     moments: Mapping[str, Moments] = {}
     ids: Tensor | None = None
     record: dict[str, Any] = {"dtype": calibration.dtype}
+    if group.size > 1:
+        record["processes"] = group.size  # sums over shares of the data are rounded otherwise
+        if calibration.choice is not None and calibration.choice.data == "-":
+            raise ZayaError("several processes cannot read one standard input", "give a file to --data")
     file = statistics_file(calibration.statistics) if calibration.statistics is not None else None
     if file is not None and needs_statistics(decisions):
         held = load(file, weights.architecture, identity(work.found))
@@ -116,21 +121,26 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Prepared:
-    """Every quantized tensor of the blocks by native name, in files of the workspace, and facts by weight."""
+    """Every quantized tensor of the blocks by native name, in files of the workspace, and facts by weight.
+
+    `sources` are the tensors that they were made of, as they were read.
+    """
 
     tensors: Mapping[str, TensorInfo]
     facts: Mapping[str, Mapping[str, Any]]
     stems: Mapping[str, list[str]]
+    sources: Mapping[str, Segment]
 
     def shard(self, shard: Shard) -> Shard:
         """The shard with what was quantized copied from where it is now."""
         return replace(shard, outputs=tuple(map(self._copied, shard.outputs)))
 
     def digest(self, digest: ShardDigest, shard: Shard) -> ShardDigest:
-        """The digest of a shard made of it, with facts, and without the files of the workspace among the sources."""
-        segments = tuple(segment for segment in digest.segments if segment.tensor not in self.tensors)
-        names = [o.matrix.name for o in shard.outputs if isinstance(o, QuantizedOutput) and o.bulk]
-        own = {name: self.facts[name] for name in names if name in self.facts}
+        """The digest of a shard made of it, with facts, and the true sources in the place of the workspace's files."""
+        made = [o for o in shard.outputs if isinstance(o, QuantizedOutput) and o.bulk and o.matrix.name in self.facts]
+        read = {piece.tensor.name: self.sources[piece.tensor.name] for o in made for piece in o.pieces}
+        segments = (*(segment for segment in digest.segments if segment.tensor not in self.tensors), *read.values())
+        own = {o.matrix.name: self.facts[o.matrix.name] for o in made}
         return replace(digest, segments=segments, facts={**digest.facts, **own})
 
     def _copied(self, output: Output) -> Output:
@@ -144,11 +154,12 @@ class Prepared:
 @contextmanager
 def prepared(
     work: Quantization, destination: Path, learned: Learned, calibration: Calibration, *, resume: bool, force: bool,
-    report: Report | None = None,
-) -> Iterator[Prepared]:  # fmt: skip
+    group: Group = ALONE, report: Report | None = None,
+) -> Iterator[Prepared | None]:  # fmt: skip
     """Quantize the blocks of a plan; what this yields is there until the block under it ends.
 
-    After an error or a kill, `resume` goes on with the blocks that were finished.
+    Of a group's processes only the first gets it. After an error or a kill, `resume` goes on with the blocks that were
+    finished.
     """
     weights, known, decisions = learned.weights, learned.known, work.resolved.decisions
     facts = [__version__, torch.__version__, weights.device.type, source_files(work.source.headers),
@@ -156,14 +167,17 @@ def prepared(
     stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     say = report or (lambda _: None)
     beside = destination.with_name(f"{destination.name}.blocks")
-    with open_workspace(beside, stamp, resume=resume, force=force, every=calibration.every) as space:
+    with ExitStack() as stack:
+        opened = open_workspace(beside, stamp, resume=resume, force=force, every=calibration.every)
+        space = group.run(lambda: stack.enter_context(opened) if group.leads else None)
         if needs_statistics(decisions) and not known.moments:
-            known = Knowledge(_measured(weights, known.ids, calibration.budget, space, say), known.ids)
+            measured = group.run(lambda: _measured(weights, known.ids, calibration.budget, space, say) if space else {})
+            known = Knowledge(group.collect(measured)[0], known.ids)
         quantize_blocks(
-            weights, decisions, known, space, budget=calibration.budget,
+            weights, decisions, known, space, group=group, budget=calibration.budget,
             report=lambda block, blocks: say(Stage("quantizing", block, blocks)),
         )  # fmt: skip
-        yield _collect(space, weights.architecture.blocks, work)
+        yield _collect(space, weights.architecture.blocks, work) if space else None
 
 
 def _measured(
@@ -182,17 +196,17 @@ def _collect(space: Workspace, blocks: int, work: Quantization) -> Prepared:
     for file in (space.folder / f"block-{STAGE}-{index}.safetensors" for index in range(blocks)):
         if file.exists():
             tensors |= {tensor.name: tensor for tensor in read_header(file).tensors}
-    facts, smoothed = facts_of(space, blocks)
+    record = record_of(space, blocks)
     stems = _stems(work)
     found: dict[str, Mapping[str, Any]] = {}
     for name, output in work.matrices.items():
-        weights = [f"{stem}.weight" for stem in stems[name] if f"{stem}.weight" in facts]
+        weights = [f"{stem}.weight" for stem in stems[name] if f"{stem}.weight" in record.facts]
         if weights:
-            own = [facts[weight] for weight in weights]
+            own = [record.facts[weight] for weight in weights]
             found[name] = {"scheme": output.matrix.scheme.name, **sum(own[1:], own[0]).as_dict()}
-        if smoothed & set(weights):
+        if record.smoothed & set(weights):
             found[name] = {**found[name], SMOOTHED: True}
-    return Prepared(tensors, found, stems)
+    return Prepared(tensors, found, stems, record.sources)
 
 
 def _stems(work: Quantization) -> dict[str, list[str]]:

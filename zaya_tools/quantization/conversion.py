@@ -156,23 +156,23 @@ def quantize(
     learn from inputs take them from `calibration`, and `report` is called after each block of theirs; `files` are
     small ones to add, by name. Raises a ZayaError; after one, or after a kill, `resume=True` continues with the
     shards, or blocks, that were finished.
+
+    Under `torchrun`, every process calls this: GPTQ's work on a block is shared out among them, each with a GPU of its
+    own, and the first one writes.
     """
     import torch
 
-    from zaya_tools.model.device import choose_device
     from zaya_tools.quantization.calibrated import Calibration, learn, needs_calibration, prepared
+    from zaya_tools.quantization.group import joined, own_device
     from zaya_tools.quantization.native import usable
     from zaya_tools.quantization.stream import write_quantized
 
     if workers is not None and workers < 1:
         raise ZayaError(f"{workers} workers cannot do anything", "give at least one")
-    place = choose_device(device)
     work = planned or plan_quantization(
         source, recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel, expert_layout=expert_layout,
         target_vllm=target_vllm, reading=reading,
     )  # fmt: skip
-    if work.resolved.schemes:
-        usable(torch.empty(1, device=place))  # a wish for kernels that there are not ends the run before it begins
     threads = workers or (os.cpu_count() or 1) + 1
     moved = advance or (lambda _: None)
 
@@ -192,19 +192,38 @@ def quantize(
         finally:
             torch.set_num_threads(before)
 
-    if not needs_calibration(work):
-        return write(work, None)
-    given = calibration or Calibration()
-    learned = learn(work, given, place)
-    work = replace(work, options={**work.options, "calibration": dict(learned.record)})
-    target = settle(destination)
-    recover(target)
-    if resume and complete(target, work):
-        return write(work, None)
-    # Now, not after hours of work on the blocks.
-    check_destination(target, work.source.folder, force)
-    with prepared(work, target, learned, given, resume=resume, force=force, report=report) as done:
-        return write(work, done)
+    def led(work: Quantization, done: Prepared | None) -> Converted:
+        """What the first process writes, as all of a group know it."""
+
+        def first() -> tuple[dict[str, ShardDigest], bool]:
+            result = write(work, done)
+            return result.digests, result.already_complete
+
+        return Converted(settle(destination), work, *group.lead(first))
+
+    with joined() as group:
+        place = group.run(lambda: own_device(device, group))
+        if work.resolved.schemes:
+            usable(torch.empty(1, device=place))  # a wish for kernels that there are not ends the run at once
+        if not needs_calibration(work):
+            return led(work, None)
+        given = calibration or Calibration()
+        learned = group.run(lambda: learn(work, given, place, group))
+        work = replace(work, options={**work.options, "calibration": dict(learned.record)})
+        target = settle(destination)
+
+        def is_complete() -> bool:
+            recover(target)
+            if resume and complete(target, work):
+                return True
+            # Now, not after hours of work on the blocks.
+            check_destination(target, work.source.folder, force)
+            return False
+
+        if group.lead(is_complete):
+            return led(work, None)
+        with prepared(work, target, learned, given, resume=resume, force=force, group=group, report=report) as done:
+            return led(work, done)
 
 
 def _extras(work: Quantization, digests: Mapping[str, ShardDigest], files: Mapping[str, bytes]) -> Extras:

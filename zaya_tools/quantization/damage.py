@@ -154,7 +154,7 @@ def _quantized(
         hessians = sketched(known, shared=parameter not in down, device=weights.device)
         parts = matrices(parameter) // len(stacked)
         task = Task(parameter.name, stacked, parts, scheme, IMATRIX, weight.dtype)
-        became = restored(task, fit(task, hessians))
+        became = restored(task, [made.tensors for made in fit(task, hessians)])
         gap = stacked.float() - became
         lost, whole = (float(((w @ hessians) * w).sum()) for w in (gap, stacked.float()))
         errors.append(lost / whole if whole else 0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from zaya_tools.quantization.quantize import Quantized, global_scale, largest, q
 from zaya_tools.quantization.scheme import GPTQ, MINMAX, MSE, Kind, Observer, Scheme
 from zaya_tools.quantization.weighted import encode, weighted_scales
 
-AT_A_TIME = {"cpu": 1 << 24, "cuda": 1 << 28}
+AT_A_TIME = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Weights that are worked on together; each needs some 30 bytes meanwhile."""
 
 
@@ -24,7 +24,8 @@ AT_A_TIME = {"cpu": 1 << 24, "cuda": 1 << 28}
 class Task:
     """`weight` [matrices, rows, columns] of one parameter: one matrix, or one an expert, gate above up.
 
-    Each is stored as `parts` equal row blocks. `dtype` is that of the weights as trained, which scales take on.
+    Each is stored as `parts` equal row blocks. `dtype` is that of the weights as trained, which scales take on;
+    `expert` is the number of the first where they are experts: those may be only some of the parameter's.
     """
 
     name: str
@@ -33,6 +34,11 @@ class Task:
     scheme: Scheme
     observer: Observer
     dtype: torch.dtype
+    expert: int | None = None
+
+    def which(self, index: int) -> str:
+        """The matrix of this index, as errors name it."""
+        return self.name if self.expert is None else f"{self.name}, expert {self.expert + index}"
 
 
 def fit(task: Task, hessians: Tensor | None) -> list[Quantized]:
@@ -41,8 +47,10 @@ def fit(task: Task, hessians: Tensor | None) -> list[Quantized]:
     `hessians` [matrices, columns, columns] are what the observers that look at inputs need. NonFiniteError where a
     weight, ZayaError where a scale is not finite and positive.
     """
-    if not bool(task.weight.isfinite().all()):
-        raise NonFiniteError(f"{task.name}: weights are NaN or infinite", "the checkpoint is broken")
+    finite = task.weight.isfinite().all(-1).all(-1)
+    if not bool(finite.all()):
+        broken = task.which(int(finite.int().argmin()))
+        raise NonFiniteError(f"{broken}: weights are NaN or infinite", "the checkpoint is broken")
     if task.observer in (MINMAX, MSE):
         return [made for matrix in task.weight for made in _plain(task, matrix)]
     if hessians is None:
@@ -51,7 +59,9 @@ def fit(task: Task, hessians: Tensor | None) -> list[Quantized]:
     step = max(1, AT_A_TIME[task.weight.device.type] // (rows * columns))
     found: list[Quantized] = []
     for first in range(0, count, step):
-        found += _fitted(task, task.weight[first : first + step], hessians[first : first + step])
+        expert = None if task.expert is None else task.expert + first
+        some = replace(task, weight=task.weight[first : first + step], expert=expert)
+        found += _fitted(some, hessians[first : first + step])
     return found
 
 
@@ -64,8 +74,8 @@ def _plain(task: Task, matrix: Tensor) -> list[Quantized]:
     return [quantize(part.contiguous(), scheme, task.observer, amax=amax) for part in parts]
 
 
-def _fitted(task: Task, weights: Tensor, hessians: Tensor) -> list[Quantized]:
-    scheme, dtype = task.scheme, task.dtype
+def _fitted(task: Task, hessians: Tensor) -> list[Quantized]:
+    scheme, dtype, weights = task.scheme, task.dtype, task.weight
     whole = [
         torch.tensor([global_scale(largest(matrix), dtype)], device=matrix.device)
         if scheme.kind is Kind.NVFP4
@@ -120,17 +130,16 @@ def _encoded(
 
 def _check(task: Task, scales: Tensor) -> None:
     if not bool((scales > 0).all()) or not bool(scales.isfinite().all()):
-        wrong = torch.nonzero(~((scales > 0) & scales.isfinite()))[0].tolist()
-        which = f", expert {wrong[0]}" if len(scales) > 1 else ""
-        raise ZayaError(f"{task.name}{which}: a scale is not a finite number above zero", "the weights are broken")
+        wrong = int(torch.nonzero(~((scales > 0) & scales.isfinite()))[0, 0])
+        raise ZayaError(f"{task.which(wrong)}: a scale is not a finite number above zero", "the weights are broken")
 
 
-def restored(task: Task, made: Sequence[Quantized]) -> Tensor:
-    """What the stored tensors mean, as [matrices, rows, columns] in float32."""
+def restored(task: Task, stored: Sequence[Mapping[str, Tensor]], dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the stored tensors mean, as [matrices, rows, columns] in `dtype`."""
     from zaya_tools.quantization.dequantize import dequantize
 
     count, rows, columns = task.weight.shape
-    out = torch.empty(count * task.parts, rows // task.parts, columns, device=task.weight.device)
-    for place, part in zip(out, made, strict=True):
-        place.copy_(dequantize(part.tensors, task.scheme, (rows // task.parts, columns)))
+    out = torch.empty(count * task.parts, rows // task.parts, columns, dtype=dtype, device=task.weight.device)
+    for place, tensors in zip(out, stored, strict=True):
+        place.copy_(dequantize(tensors, task.scheme, (rows // task.parts, columns)))
     return out.view(count, rows, columns)

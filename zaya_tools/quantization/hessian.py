@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -76,16 +78,27 @@ class Hessians:
                 "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
             )
 
+    def pool(self, total: Callable[[Tensor], object]) -> None:
+        """Add what other processes have seen: `total` turns a tensor into its sum over all of them."""
+        tokens = torch.tensor(self.tokens)
+        total(tokens)
+        total(self._sums)
+        self.tokens = tokens.tolist()
+
     def means(self, *, shared: bool) -> Tensor:
-        """The mean of x x^T of every part, leaning like `sketched` on all tokens, or on channels apart."""
+        """The mean of x x^T of every part, leaning like `sketched` on all tokens, or on channels apart.
+
+        In the place of the sums, which are large: nothing can be added any more.
+        """
         sums, parts = self._sums, len(self.tokens)
         count = torch.tensor(self.tokens, dtype=torch.float32, device=sums.device)[:, None, None]
         if parts == 1:
-            return sums / count.clamp_min(1)
-        if shared:
-            common = sums.sum(0) / count.sum().clamp_min(1)
-        else:
-            own = torch.diagonal(sums, dim1=-2, dim2=-1) / count[:, :, 0].clamp_min(1)
-            common = torch.diag_embed(torch.where(count[:, :, 0] > 0, own, 1.0))
+            return sums.div_(count.clamp_min(1))
         prior = PRIOR * sums.shape[-1]
-        return (sums + prior * common) / (count + prior)
+        if shared:
+            sums.add_(sums.sum(0).div_(count.sum().clamp_min(1)), alpha=prior)
+        else:
+            diagonal = torch.diagonal(sums, dim1=-2, dim2=-1)
+            own = diagonal / count[:, :, 0].clamp_min(1)
+            diagonal.add_(torch.where(count[:, :, 0] > 0, own, 1.0), alpha=prior)
+        return sums.div_(count + prior)

@@ -22,7 +22,7 @@ from zaya_tools.quantization.calibrated import Calibration
 from zaya_tools.quantization.group import ALONE, Group, joined, own_device
 from zaya_tools.quantization.hessian import Hessians
 
-PROGRAM = "zaya_tools.cli.app"
+PROGRAM = "zaya_tools"
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--recipe", "int4-gptq", "--data", "library", "--samples", "8", "--context", "64"]
 GIVEN = Calibration(choice=Choice(data="library", samples=8, context=64))

@@ -60,6 +60,7 @@ ARGUMENTS = {
     ),
     ("compilation/decorators.py", "support_torch_compile"): ("dynamic_arg_dims",),
     ("entrypoints/llm.py", "LLM.apply_model"): ("func",),
+    ("v1/attention/backend.py", "AttentionBackend.supports_head_size"): ("head_size",),
 }  # fmt: skip
 """Arguments that functions must have, by file and name."""
 
@@ -68,6 +69,7 @@ FIELDS = {
         "num_prefills", "num_decodes", "has_initial_states_p", "query_start_loc_p", "state_indices_tensor_p",
         "state_indices_tensor_d",
     ),
+    ("v1/attention/backend.py", "AttentionBackend"): ("get_name", "get_supported_head_sizes"),
     ("forward_context.py", "ForwardContext"): ("no_compile_layers", "attn_metadata"),
     ("config/compilation.py", "CompilationConfig"): ("static_forward_context", "splitting_ops"),
     ("config/parallel.py", "ParallelConfig"): (

@@ -15,7 +15,7 @@ from tests.synthetic import LAYOUTS, config_of, split, write_tensors
 from zaya_tools.architecture import native_config
 from zaya_tools.parameters import Role
 
-from .engine import BASE, ask, prompts_of, running, streaming
+from .engine import BASE, ask, geometry, prompts_of, running, streaming, write_random
 from .test_quantized import SMALL
 
 pytestmark = pytest.mark.vllm
@@ -100,6 +100,18 @@ def in_full(name: str) -> Edit:
 )
 def test_a_hole_in_a_quantized_checkpoint(tmp_path: Path, edit: Edit, match: str) -> None:
     refused(write_quantized(tmp_path, "FP8_DYNAMIC", architecture=SMALL, edit=edit), match)
+
+
+def test_a_scale_of_zero(tmp_path: Path) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors[f"{EXPERT}.weight_scale"][3] = 0
+
+    folder = write_quantized(tmp_path, "FP8_DYNAMIC", architecture=SMALL, edit=edit)
+    refused(folder, r"experts\.2\.up_proj\.weight_scale is not finite and positive: 1 of 128 zero or negative")
+
+
+def test_heads_without_kernels(tmp_path: Path) -> None:
+    refused(write_random(tmp_path, geometry(head_dim=16)), "has no kernels for heads of 16 channels, only of 32, 64")
 
 
 def test_groups_of_another_size(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from zaya_tools.vllm_plugin.linear import build_linear
 from zaya_tools.vllm_plugin.loading import load
 from zaya_tools.vllm_plugin.mixing import OP, Mixing, kept_dtypes, kept_shapes
 from zaya_tools.vllm_plugin.moe import SparseMLP
-from zaya_tools.vllm_plugin.support import architecture_of, check_supported
+from zaya_tools.vllm_plugin.support import architecture_of, check_heads, check_supported
 from zaya_tools.vllm_plugin.vocabulary import build_embedding, build_head
 from zaya_tools.vllm_plugin.weights import weight
 
@@ -55,6 +55,7 @@ class ZayaAttention(nn.Module):
             prefix=f"{prefix}.attn",
             per_layer_sliding_window=window,
         )
+        check_heads(self.attn.attn_backend, a.head_dim)
         # Without a window of its own a layer would take one that the engine has for all of them.
         if self.attn.sliding_window != window:
             raise ValueError(f"{prefix} got the sliding window {self.attn.sliding_window}, not {window}")

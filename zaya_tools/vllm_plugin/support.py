@@ -32,6 +32,20 @@ def check_supported(vllm_config: Any) -> None:
             raise ZayaError(f"ZAYA1 in vLLM does not support {what}", hint)
 
 
+def check_heads(backend: Any, channels: int) -> None:
+    """ZayaError where an attention backend of vLLM has no kernels for heads of so many channels.
+
+    vLLM's CPU backend would find out when the first request is there.
+    """
+    if not backend.supports_head_size(channels):
+        sizes = ", ".join(map(str, backend.get_supported_head_sizes()))
+        raise ZayaError(
+            f"vLLM's {backend.get_name()} has no kernels for heads of {channels} channels"
+            + (f", only of {sizes}" if sizes else ""),
+            "serve it on another device; `zaya validate` without --engine vllm runs heads of any size",
+        )
+
+
 def describe(model: Any) -> str:
     """Module and name of a model's class. Here, where every process of an engine can import it."""
     return f"{type(model).__module__}.{type(model).__qualname__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from zaya_tools.evaluation import vllm_engine
 from zaya_tools.evaluation.likelihood import measure, score_tokens
 from zaya_tools.evaluation.validation import Settings, validate
 from zaya_tools.evaluation.verdict import DEFAULTS, FULL
-from zaya_tools.evaluation.vllm_engine import NATIVE_MODULE, OURS, Served, check_interpreter, judge, serve, typical
+from zaya_tools.evaluation.vllm_engine import NATIVE_MODULE, OURS, Served, judge, serve, typical
 from zaya_tools.evaluation.windows import Windows, cut
 from zaya_tools.model.weights import Weights
 
@@ -105,76 +104,6 @@ def test_a_worse_model_than_its_reference_fails(folder: Path, windows: Windows, 
     assert any("times the reference's" in finding.message for finding in found.failures)
 
 
-def without_vllm(tmp_path: Path, error: str) -> ZayaError:
-    """What is said of an interpreter that has neither vLLM nor zaya-tools: this one, without its site packages."""
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -S -P "$@"\n')
-    script.chmod(0o755)
-    place = tmp_path / "model"
-    write_tensors(place, random_tensors(BASE), native_config(BASE))
-    with pytest.raises(ZayaError, match=error) as caught:
-        serve(place, cut([1, 2, 3, 4], 4), [], 2, "float32", str(script))
-    return caught.value
-
-
-def test_no_vllm_gives_the_install_commands(tmp_path: Path) -> None:
-    error = without_vllm(tmp_path, "there is no vLLM for")
-    assert error.hint is not None
-    assert "pip install vllm" in error.hint
-    assert "--vllm-python" in error.hint
-    assert "\n" not in error.message
-    # From a source tree it is that which has to be installed: there is no release of what is being worked on.
-    assert str(Path(__file__).parents[2]) in error.hint
-
-
-def test_an_interpreter_that_is_none(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ZayaError, match="cannot be run: No such file"):
-        serve(folder, cut([1, 2, 3, 4], 4), [], 2, "float32", str(tmp_path / "nothing"))
-
-
-def program(tmp_path: Path, text: str) -> str:
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\n{text}\n")
-    script.chmod(0o755)
-    return str(script)
-
-
-def test_a_program_that_is_no_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZayaError, match="is not a Python of version 3"):
-        check_interpreter(program(tmp_path, "echo hello; exit 0"))
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("said", "message"), [("0 0", "there is no vLLM for"), ("1 0", "no zaya-tools beside")])
-def test_what_an_interpreter_lacks(tmp_path: Path, said: str, message: str) -> None:
-    with pytest.raises(ZayaError, match=message) as caught:
-        check_interpreter(program(tmp_path, f"echo noise; echo zaya-probe {said}"))
-    assert "pip install" in str(caught.value.hint)
-
-
-def test_an_interpreter_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = program(tmp_path, "echo zaya-probe 1 1")
-    monkeypatch.chdir(tmp_path)
-    assert check_interpreter("./python") == own
-
-
-def test_folders_that_are_named_like_packages_are_not_taken_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("vllm", "zaya_tools"):
-        (tmp_path / name).mkdir()
-    python = program(tmp_path, f'exec {sys.executable} -S "$@"')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ZayaError, match="there is no vLLM for"):
-        check_interpreter(python)
-
-
-def test_the_interpreter_is_looked_at_first(tmp_path: Path) -> None:
-    with pytest.raises(ZayaError, match="cannot be run: No such file"):
-        validate(tmp_path / "no model", settings=Settings(engine="vllm", vllm_python=str(tmp_path / "nothing")))
-
-
 @pytest.mark.parametrize(("preset", "limit"), [("W4A16", 1e-4), ("FP8_DYNAMIC", 0.02)])
 def test_only_rounded_activations_give_the_engines_more_room(tmp_path: Path, preset: str, limit: float) -> None:
     folder = write_quantized(tmp_path, preset)
@@ -197,15 +126,16 @@ def test_the_interpreter_is_for_the_engine(folder: Path) -> None:
 def test_the_requests_are_what_is_scored(folder: Path, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
 
-    def answer(interpreter: str, request: dict[str, object]) -> dict[str, object]:
-        asked.append(request)
+    def answer(interpreter: str, request: dict[str, object], patience: float) -> dict[str, object]:
+        asked.append({**request, "patience": patience})
         return {"vllm": "0.32.0", "model_class": "m", "logprobs": [], "ranked_first": [], "generated": [[5, 6]]}
 
     monkeypatch.setattr(vllm_engine, "check_interpreter", lambda python: python)
-    monkeypatch.setattr(vllm_engine, "_ask", answer)
-    served = serve(folder, windows, [[1, 2]], 2, "bfloat16")
+    monkeypatch.setattr(vllm_engine, "ask", answer)
+    served = serve(folder, windows, [[1, 2]], 2, "bfloat16", patience=7.0)
     assert served.generated == ((5, 6),)
     lengths = [len(row) for row in asked[0]["windows"]]  # type: ignore[attr-defined]
     assert lengths == [20, 20, 20, 20, 17]
     assert asked[0]["dtype"] == "bfloat16"
     assert asked[0]["prompts"] == [[1, 2]]
+    assert asked[0]["patience"] == 7

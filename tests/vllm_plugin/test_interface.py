@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zaya_tools.errors import ZayaError
 from zaya_tools.vllm_plugin import ARCHITECTURE, MODEL, register
 
 from .interface import problems
@@ -61,7 +62,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def info(text: str, *values: object) -> None:
         lines.append(text % values)
 
-    monkeypatch.setattr("vllm.logger.init_logger", lambda _: SimpleNamespace(info=info))
+    monkeypatch.setattr("vllm.logger.init_logger", lambda _: SimpleNamespace(info=info, warning=info))
     return lines
 
 
@@ -80,6 +81,30 @@ def test_the_entry_point_registers_the_model(monkeypatch: pytest.MonkeyPatch, lo
     assert f"{entry.module_name}:{entry.class_name}" == MODEL
     (line,) = log
     assert "ZayaForCausalLM comes from zaya-tools" in line
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.31.2", False), ("0.99.0", True)])
+def test_a_release_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, log: list[str], version: str, served: bool
+) -> None:
+    """An old one refuses to load the model, where it would run another that is wrong; a new one may do."""
+    import vllm
+    from vllm import ModelRegistry
+
+    import zaya_tools.vllm_plugin as plugin
+
+    monkeypatch.setattr(plugin, "_ours", False)
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(ModelRegistry, "models", {k: v for k, v in ModelRegistry.models.items() if k != ARCHITECTURE})
+    register()
+    assert log[0].startswith(f"vLLM {version} is ")
+    assert log[0].endswith("zaya-tools serves with vLLM 0.32 and 0.33")
+    entry = ModelRegistry.models[ARCHITECTURE]
+    if served:
+        assert f"{entry.module_name}:{entry.class_name}" == MODEL
+        return
+    with pytest.raises(ZayaError, match=r"vLLM 0\.31\.2 is too old: zaya-tools serves with vLLM 0\.32 and 0\.33"):
+        entry.load_model_cls()
 
 
 def test_a_model_of_vllm_s_own_wins(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from zaya_tools.cli.output import Output, count, size
 from zaya_tools.errors import DestinationError
+from zaya_tools.evaluation.vllm_process import PATIENCE
 
 if TYPE_CHECKING:
     from zaya_tools.evaluation.validation import Validation
@@ -63,6 +64,9 @@ def validate(
         str | None,
         typer.Option(metavar="PATH", help="Interpreter of the environment with vLLM, if not this.", show_default=False),
     ] = None,
+    vllm_timeout: Annotated[
+        float, typer.Option(metavar="MINUTES", help="Silence after which vLLM is given up.")
+    ] = PATIENCE,
     max_perplexity_ratio: Annotated[float | None, typer.Option(help="Default by scheme.", show_default=False)] = None,
     max_kl: Annotated[
         float | None, typer.Option(help="Mean KL, nats a token. Default by scheme.", show_default=False)
@@ -103,6 +107,7 @@ def validate(
         dtype=dtype.value,
         engine=engine.value,
         vllm_python=vllm_python,
+        vllm_timeout=vllm_timeout,
         new_tokens=new_tokens,
         limits={
             "max_perplexity_ratio": max_perplexity_ratio,

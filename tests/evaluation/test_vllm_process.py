@@ -14,6 +14,7 @@ from tests.model.support import BASE, random_tensors
 from tests.synthetic import LAYOUTS, config_of, split, write_tensors
 from zaya_tools.architecture import native_config
 from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation import vllm_process
 from zaya_tools.evaluation.validation import Settings, validate
 from zaya_tools.evaluation.vllm_engine import serve
 from zaya_tools.evaluation.vllm_process import age, ask, check_interpreter
@@ -65,6 +66,12 @@ def test_what_an_interpreter_lacks(tmp_path: Path, said: str, message: str) -> N
     with pytest.raises(ZayaError, match=message) as caught:
         check_interpreter(program(tmp_path, f"echo noise; echo zaya-probe {said} 0.32.0"))
     assert "pip install" in str(caught.value.hint)
+
+
+def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_process, "_PROBE_SECONDS", 0.5)
+    with pytest.raises(ZayaError, match=r"python said nothing for 0\.5 seconds"):
+        check_interpreter(program(tmp_path, "sleep 100"))
 
 
 def test_an_interpreter_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from tests.evaluation.support import Edit, drop, put, quantization_config, write
 from tests.model.support import random_tensors
 from tests.synthetic import LAYOUTS, config_of, split, write_tensors
 from zaya_tools.architecture import native_config
+from zaya_tools.errors import ZayaError
+from zaya_tools.evaluation.vllm_engine import serve
+from zaya_tools.evaluation.windows import cut
 from zaya_tools.parameters import Role
 
 from .engine import BASE, ask, geometry, prompts_of, running, streaming, write_random
@@ -111,7 +115,12 @@ def test_a_scale_of_zero(tmp_path: Path) -> None:
 
 
 def test_heads_without_kernels(tmp_path: Path) -> None:
-    refused(write_random(tmp_path, geometry(head_dim=16)), "has no kernels for heads of 16 channels, only of 32, 64")
+    """Nothing is wrong with the checkpoint, so what `zaya validate --engine vllm` says of it has a hint."""
+    folder = write_random(tmp_path, geometry(head_dim=16))
+    message = "vLLM could not run .*: vLLM's CPU_ATTN has no kernels for heads of 16 channels, only of 32, 64"
+    with pytest.raises(ZayaError, match=message) as caught:
+        serve(folder, cut([1, 2, 3, 4], 4), [], 2, "float32", sys.executable)
+    assert "without --engine vllm" in str(caught.value.hint)
 
 
 def test_groups_of_another_size(tmp_path: Path) -> None:

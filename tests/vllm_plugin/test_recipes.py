@@ -34,9 +34,7 @@ TYPICAL = {
 """Nats by which the median log-probability may differ from the block-by-block engine's in float32."""
 
 LEARNT = {
-    "int4-imatrix": 1e-5, "int4-awq": 1e-5,
-    # Static scales leave less to the last bit than dynamic ones.
-    "fp8-static": 1e-4, "nvfp4": 1e-4, "int8-smooth": 1e-3, MIX: 1e-3,
+    "int4-imatrix": 1e-5, "int4-awq": 1e-5, "fp8-static": 1e-3, "nvfp4": 1e-3, "int8-smooth": 1e-3, MIX: 1e-3,
 }  # fmt: skip
 """The same of recipes that know the inputs, and of a mix of them by block as `--recipe auto` makes it."""
 

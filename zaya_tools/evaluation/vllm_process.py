@@ -93,14 +93,11 @@ def check_interpreter(python: str | None) -> str:
         interpreter = str(Path(interpreter).absolute())
     install = f"install vLLM: {install_commands()}"
     try:
-        said = subprocess.run(
-            [interpreter, "-c", _PROBE], check=False, text=True, errors="replace", timeout=_PROBE_SECONDS,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ).stdout  # fmt: skip
+        said, code = _run([interpreter, "-c", _PROBE], None, _PROBE_SECONDS)
     except OSError as error:
         raise ZayaError(f"{interpreter} cannot be run: {error.strerror}", install) from error
-    except subprocess.TimeoutExpired as error:
-        raise ZayaError(f"{interpreter} did not answer within {_PROBE_SECONDS} seconds", install) from error
+    if code is None:
+        raise ZayaError(f"{interpreter} said nothing for {_PROBE_SECONDS} seconds", install)
     found = next((line.split()[1:] for line in said.splitlines() if line.startswith("zaya-probe ")), None)
     if found is None:
         raise ZayaError(f"{interpreter} is not a Python of version 3.11 or newer", install)
@@ -141,7 +138,7 @@ def ask(interpreter: str, request: dict[str, Any], patience: float = PATIENCE) -
     return answer
 
 
-def _run(command: list[str], folder: str, patience: float) -> tuple[str, int | None]:
+def _run(command: list[str], folder: str | None, patience: float) -> tuple[str, int | None]:
     """What a command says, and its exit code; None where it was stopped after `patience` seconds of silence."""
     said = bytearray()
     # A session of its own: the processes that it starts can be stopped with it.

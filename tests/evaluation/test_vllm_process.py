@@ -17,8 +17,9 @@ from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation import vllm_process
 from zaya_tools.evaluation.validation import Settings, validate
 from zaya_tools.evaluation.vllm_engine import serve
-from zaya_tools.evaluation.vllm_process import age, ask, check_interpreter
+from zaya_tools.evaluation.vllm_process import ask, check_interpreter
 from zaya_tools.evaluation.windows import cut
+from zaya_tools.releases import age
 
 
 def without_vllm(tmp_path: Path, error: str) -> ZayaError:

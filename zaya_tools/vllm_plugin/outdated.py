@@ -5,6 +5,6 @@ from __future__ import annotations
 import vllm
 
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation.vllm_process import TOO_OLD, install_commands, releases
+from zaya_tools.releases import TOO_OLD, install_commands, releases
 
 raise ZayaError(f"vLLM {vllm.__version__} is {TOO_OLD}: {releases()}", f"install another: {install_commands()}")

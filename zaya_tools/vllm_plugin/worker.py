@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation.vllm_process import age, releases
+from zaya_tools.releases import age, releases
 from zaya_tools.vllm_plugin.support import describe
 
 ENVIRONMENT = {

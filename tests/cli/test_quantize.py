@@ -105,8 +105,13 @@ def test_the_source_is_named_in_the_card_and_the_manifest_without_paths(zaya: Za
 def test_a_recipe_that_learns_takes_statistics_and_says_what_it_lacks(zaya: Zaya, tmp_path: Path) -> None:
     found = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4-imatrix")
     assert found.error() == (
-        "recipe int4-imatrix needs to know its inputs", "give --stats FILE, which `zaya calibrate` makes, or --data"
-    )  # fmt: skip
+        "recipe int4-imatrix needs data to know its inputs",
+        "give --stats FILE, which `zaya calibrate` makes, or --data; --data library is the standard library's source, "
+        "for want of better",
+    )
+    planned = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4-imatrix", "--dry-run")
+    assert planned.code == 0
+    assert "needs data to know its inputs" in planned.err
     quick = ("--samples", "6", "--context", "64")
     assert zaya("calibrate", TINY, "-o", tmp_path / "stats", *quick).code == 0
     found = zaya(

@@ -45,7 +45,17 @@ from zaya_tools.quantization.block import BlockWork
 from zaya_tools.quantization.calibrated import Calibration, Stage
 from zaya_tools.quantization.group import ALONE
 from zaya_tools.quantization.resolve import Decision
-from zaya_tools.quantization.scheme import AWQ, SCHEMES, SMOOTH, Observer
+from zaya_tools.quantization.scheme import (
+    AWQ,
+    CALIBRATED,
+    GPTQ,
+    INFORMED,
+    OBSERVERS,
+    SCHEMES,
+    SMOOTH,
+    Observer,
+    mismatch,
+)
 
 CHOICE = Choice(samples=12, context=128)
 GIVEN = Calibration(choice=CHOICE, every=0.0)
@@ -179,6 +189,18 @@ def test_blocks_that_were_finished_after_the_states_were_saved_are_not_quantized
     assert tree(tmp_path / "out") == tree(outputs["int4-gptq"])
 
 
+@pytest.mark.parametrize("name", ["int4-imatrix", "int4-gptq"])
+def test_a_source_that_changed_under_its_headers_is_refused(name: str, tmp_path: Path) -> None:
+    model = bent(tmp_path / "model", 0, 0, 0.1)
+    with pytest.raises(_StoppedError):
+        quantize(model, tmp_path / "out", name, calibration=GIVEN, report=stop_after(1))
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (model / "model.safetensors").write_bytes(data)
+    with pytest.raises(DestinationError, match="another model"):
+        quantize(model, tmp_path / "out", name, calibration=GIVEN, resume=True)
+
+
 KILL = """
 import os, signal, sys
 from tests.quantization.test_calibrated import GIVEN
@@ -250,8 +272,31 @@ def test_a_starved_expert_gets_finite_scales_that_gate_and_up_share(name: str, t
     assert not [f.message for r in (check_structure(tmp_path / "out"),) for f in r.failures]
 
 
+@pytest.mark.parametrize("scheme", CALIBRATED)
+@pytest.mark.parametrize("observer", [o for o in (*OBSERVERS, *INFORMED) if o != GPTQ])
+def test_experts_that_see_only_zeros_have_a_scale_for_their_inputs(
+    scheme: str, observer: Observer, tmp_path: Path
+) -> None:
+    if mismatch(CALIBRATED[scheme], observer):
+        pytest.skip("no such recipe")
+    model = scaled(tmp_path / "zeros", "model.layers.3.zaya_block.experts.local_experts.4.linear_fc1.weight", 0.0)
+    bent_too = load_file(model / "model.safetensors")
+    for expert in range(8):  # and no token reaches an expert of the last block
+        bent_too["model.layers.7.zaya_block.router.balancing_biases"][expert] = -9.0
+    save_file(bent_too, model / "model.safetensors", metadata={"format": "pt"})
+    rules = [{"role": "experts", "scheme": scheme, "observer": observer}]
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"name": "mine", "description": "x", "rules": rules}))
+    quantize(model, tmp_path / "out", tmp_path / "recipe.yaml", calibration=GIVEN)
+    written = tensors(tmp_path / "out")
+    inputs = {n: t.float() for n, t in written.items() if n.endswith(("input_scale", "input_global_scale"))}
+    assert len(inputs) == 4 * 8 * 3
+    assert all(bool(t.isfinite().all() and (t > 0).all()) for t in inputs.values())
+    dead = {float(t) for n, t in inputs.items() if n.startswith("model.layers.3.")}
+    assert dead == {1.0}
+
+
 def test_what_is_missing_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ZayaError, match="int4-imatrix needs to know its inputs") as caught:
+    with pytest.raises(ZayaError, match="int4-imatrix needs data to know its inputs") as caught:
         quantize(TINY, tmp_path / "out", "int4-imatrix")
     assert "--stats" in str(caught.value.hint)
     calibrate(TINY, tmp_path / "stats", Settings(CHOICE))

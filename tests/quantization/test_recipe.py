@@ -17,7 +17,7 @@ from zaya_tools.errors import ZayaError
 from zaya_tools.parameters import BLOCK_NAMES, PROTECTED, Role, parameters
 from zaya_tools.quantization import recipe as module
 from zaya_tools.quantization.recipe import Recipe, RecipeError, load_recipe, recipe_names, recipes_folder
-from zaya_tools.quantization.scheme import CALIBRATED, INFORMED, SCHEMES, Kind
+from zaya_tools.quantization.scheme import AWQ, CALIBRATED, GPTQ, INFORMED, OBSERVERS, SCHEMES, SMOOTH, Kind, Observer
 from zaya_tools.quantization.words import (
     PROJECTIONS,
     REASONS,
@@ -344,3 +344,22 @@ def test_nested_aliases_are_not_spelled_out(where: str, tmp_path: Path) -> None:
 def test_the_home_of_nobody(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"there is no recipe file ~nobody-at-all/x.yaml"):
         load_recipe("~nobody-at-all/x.yaml")
+
+
+@pytest.mark.parametrize("observer", [*OBSERVERS, *INFORMED])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *CALIBRATED])
+def test_observers_that_cannot_find_a_schemes_scales_are_refused(
+    scheme: str, observer: Observer, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\ndescription: x\nrules: [{{role: experts, scheme: {scheme}, observer: {observer}}}]\n")
+    wrong = {"fp8-block": INFORMED, "fp8-static": (AWQ, SMOOTH)}
+    wrong |= dict.fromkeys(("mxfp4", "nvfp4a16", "nvfp4"), (GPTQ,))
+    if observer not in wrong.get(scheme, ()):
+        assert load_recipe(file).rules[0].observer == observer
+        return
+    with pytest.raises(RecipeError, match=f"scheme {scheme} cannot have the observer {observer}: ") as caught:
+        load_recipe(file)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(f"observers for {scheme}: minmax, mse")
+    assert observer not in caught.value.hint

@@ -24,7 +24,7 @@ from zaya_tools.calibration.statistics import BlockCoverage, Statistics, moments
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
 from zaya_tools.checkpoint.destination import settle
 from zaya_tools.checkpoint.hub import locate
-from zaya_tools.checkpoint.manifest import source_files
+from zaya_tools.checkpoint.plan import stamps
 from zaya_tools.errors import DestinationError, LayoutError, NonFiniteError, ZayaError
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.model.device import choose_device
@@ -137,7 +137,7 @@ def _check_destination(file: Path, model: Path, replace: bool) -> None:
 
 
 def _fingerprint(weights: Weights, drawn: Sample, options: dict[str, Any]) -> str:
-    facts = [__version__, torch.__version__, source_files(weights.source.headers), drawn.digest, options]
+    facts = [__version__, torch.__version__, stamps(weights.source.headers), drawn.digest, options]
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -319,12 +319,16 @@ def _place(piece: Piece) -> list[Any]:
     return [tensor.file.name, tensor.start + piece.offset, *([piece.offset, chunks] if chunks else [])]
 
 
+def stamps(headers: Sequence[Header]) -> list[list[Any]]:
+    """What tells source files from others or from later ones: name, size, time of writing and digest of the header."""
+    return [[h.name, h.size, h.file.stat().st_mtime_ns, blake3(h.raw).hexdigest()] for h in headers]
+
+
 def fingerprint(plan: Plan, headers: Sequence[Header], extra: Mapping[str, Any]) -> str:
-    """A digest of everything that decides the output: plan, source files (size, time, header) and `extra`."""
+    """A digest of everything that decides the output: plan, source files and `extra`."""
     digest = blake3()
-    for header in headers:
-        stamp = header.file.stat().st_mtime_ns
-        digest.update(json.dumps([header.name, header.size, stamp, blake3(header.raw).hexdigest()]).encode())
+    for stamp in stamps(headers):
+        digest.update(json.dumps(stamp).encode())
     for shard in plan.shards:
         digest.update(shard.filename.encode() + shard.header)
         for output in shard.outputs:

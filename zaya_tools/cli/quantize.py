@@ -21,7 +21,7 @@ from zaya_tools.cli.output import Output, size
 from zaya_tools.errors import ZayaError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from zaya_tools.checkpoint.run import Converted
     from zaya_tools.quantization.auto import Auto
@@ -123,7 +123,7 @@ def quantize(
         expert_layout=expert_layout.value, target_vllm=target_vllm,
         reading=reading,
     )  # fmt: skip
-    for warning in work.warnings:
+    for warning in _warnings(work, calibration, dry_run=dry_run, kernels=device in ("auto", "cpu")):
         out.warn(warning)
     own_device(device, group)  # known to be there before anything else is said
     if auto is not None:
@@ -134,14 +134,7 @@ def quantize(
         show_plan(out, work, auto)
         out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
         return
-    if work.resolved.schemes and device in ("auto", "cpu"):
-        from zaya_tools.quantization.native import missing
-
-        if reason := missing():
-            out.warn(f"the fast kernels could not be built, torch is several times slower: {reason}")
     learning = needs_calibration(work)
-    if not learning and (stats or data):
-        out.warn(f"recipe {work.recipe.name} takes nothing from data: --stats and --data are not used")
     # Where blocks are worked on first, they are what takes the time.
     with ExitStack() as stack:
         step = stack.enter_context(out.counting("learning from inputs")) if learning else None
@@ -162,6 +155,20 @@ def quantize(
         out.heading(f"{destination} is already complete")
         return
     show_result(out, work, destination, measured)
+
+
+def _warnings(work: Quantization, calibration: Calibration, *, dry_run: bool, kernels: bool) -> Iterator[str]:
+    from zaya_tools.quantization.calibrated import lacking, needs_calibration
+    from zaya_tools.quantization.native import missing
+
+    yield from work.warnings
+    if not needs_calibration(work) and (calibration.statistics or calibration.choice):
+        yield f"recipe {work.recipe.name} takes nothing from data: --stats and --data are not used"
+    error = lacking(work, calibration)
+    if dry_run and error is not None:
+        yield f"{error.message}: {error.hint}"
+    if not dry_run and kernels and work.resolved.schemes and (reason := missing()):
+        yield f"the fast kernels could not be built, torch is several times slower: {reason}"
 
 
 def _choose(

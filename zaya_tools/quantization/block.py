@@ -188,17 +188,16 @@ class BlockWork:
         return self._moments[parameter.name]
 
     def _input_scale(self, parameter: Parameter, scheme: Scheme, part: int) -> dict[str, Tensor]:
-        """The number that static activations are divided by. An expert without tokens has that of its block."""
+        """The number that static activations are divided by.
+
+        An expert that saw nothing but zeros, or no token at all, has that of its block, and a block of which all that
+        is true has 1: numbers with an exponent are as fine there as elsewhere.
+        """
         held = self._known(parameter)
         amax = held.amax if self._factors.get(parameter.name) is None else (
             held.channel_amax / self._factors[parameter.name].cpu()
         ).amax(-1)  # fmt: skip
-        largest = float(amax[part] if held.tokens[part] else amax.max())
-        if not largest > 0:
-            raise ZayaError(
-                f"{parameter.name}: no token reached any expert, so that its inputs' scale is unknown",
-                "calibrate on more text",
-            )
+        largest = float(amax[part]) or float(amax.max()) or _REACH[scheme.activations]
         if not _BELIEVABLE[0] < largest < _BELIEVABLE[1]:
             which = f", expert {part}" if len(held.tokens) > 1 else ""
             raise ZayaError(

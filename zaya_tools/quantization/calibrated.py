@@ -21,8 +21,7 @@ from zaya_tools.calibration.run import Pass, Progress, statistics_file
 from zaya_tools.calibration.statistics import load
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
 from zaya_tools.checkpoint.header import read_header
-from zaya_tools.checkpoint.manifest import source_files
-from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard
+from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard, stamps
 from zaya_tools.checkpoint.pump import Segment, ShardDigest
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.opened import SMOOTHED
@@ -74,6 +73,22 @@ def needs_calibration(work: Quantization) -> bool:
     return needs_passes(work.resolved.decisions) or needs_statistics(work.resolved.decisions)
 
 
+def lacking(work: Quantization, calibration: Calibration) -> ZayaError | None:
+    """What is missing to run a plan: data, or statistics where those are enough."""
+    decisions = work.resolved.decisions
+    if calibration.choice is not None or not needs_calibration(work):
+        return None
+    library = "--data library is the standard library's source, for want of better"
+    if needs_passes(decisions):
+        return ZayaError(f"recipe {work.recipe.name} needs data to run along", f"give --data; {library}")
+    if calibration.statistics is None:
+        return ZayaError(
+            f"recipe {work.recipe.name} needs data to know its inputs",
+            f"give --stats FILE, which `zaya calibrate` makes, or --data; {library}",
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class Learned:
     """What is known before anything is run, and `record`, which tells it from anything else."""
@@ -90,6 +105,8 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
     not installed.
     """
     decisions = work.resolved.decisions
+    if missing := lacking(work, calibration):
+        raise missing
     if needs_passes(decisions):
         kernel()
     if calibration.dtype not in DTYPES:
@@ -108,10 +125,7 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
         moments = held.moments
         record["statistics"] = {"data": held.facts.get("data"), "blake3": blake3(file.read_bytes()).hexdigest()}
     if needs_passes(decisions) or not moments:
-        if calibration.choice is None:
-            what = "data to run along" if needs_passes(decisions) else "to know its inputs"
-            way = "--data" if needs_passes(decisions) else "--stats FILE, which `zaya calibrate` makes, or --data"
-            raise ZayaError(f"recipe {work.recipe.name} needs {what}", f"give {way}")
+        assert calibration.choice is not None
         folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.side_folder
         drawn = sample(calibration.choice, folder, weights.architecture.vocab_size)
         ids = drawn.ids
@@ -162,7 +176,7 @@ def prepared(
     finished.
     """
     weights, known, decisions = learned.weights, learned.known, work.resolved.decisions
-    facts = [__version__, torch.__version__, weights.device.type, source_files(work.source.headers),
+    facts = [__version__, torch.__version__, weights.device.type, stamps(work.source.headers),
              work.options["recipe"], learned.record]  # fmt: skip
     stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     say = report or (lambda _: None)

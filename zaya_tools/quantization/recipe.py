@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from zaya_tools.checkpoint.hub import expand
 from zaya_tools.errors import ZayaError
-from zaya_tools.quantization.scheme import MINMAX, MSE, Observer, Scheme
+from zaya_tools.quantization.scheme import INFORMED, MINMAX, MSE, OBSERVERS, Observer, Scheme, mismatch
 from zaya_tools.quantization.words import (
     NONE,
     Blocks,
@@ -212,6 +212,13 @@ def _rule(path: Path, stated: _RuleFile, fallback: Observer | None, recipe: str)
         )
     scheme: Scheme | None = stated.scheme
     observer = stated.observer or fallback or (MSE if scheme is not None and scheme.packed else MINMAX)
+    reason = mismatch(scheme, observer) if scheme is not None else None
+    if scheme is not None and reason is not None:
+        fitting = [name for name in (*OBSERVERS, *INFORMED) if mismatch(scheme, name) is None]
+        raise RecipeError(
+            f"{path}: scheme {scheme.name} cannot have the observer {observer}: {reason}",
+            f"observers for {scheme.name}: {', '.join(fitting)}",
+        )
     return Rule(
         role=stated.role,
         scheme=scheme,

@@ -144,3 +144,14 @@ CALIBRATED = {
     )
 }
 """Schemes with scales of the inputs, which calibration finds, by name."""
+
+
+def mismatch(scheme: Scheme, observer: Observer) -> str | None:
+    """Why an observer cannot find the scales of a scheme, None where it can."""
+    if observer in INFORMED and scheme.rows > 1:
+        return f"one scale for {scheme.rows}x{scheme.columns} weights is not what inputs can tell"
+    if observer == GPTQ and scheme.kind in (Kind.MXFP4, Kind.NVFP4):
+        return "GPTQ rounds to int4, int8 and fp8"
+    if observer in (AWQ, SMOOTH) and scheme.rows != 1:
+        return "magnitudes are moved for the sake of scales along rows"
+    return None

@@ -72,9 +72,7 @@ class BlockWork:
         for number in range(len(self._sites)):
             for parameter, made in self._site(number):
                 for part, one in zip(NATIVE_PER_EXPERT.parts(parameter, self._a), made, strict=True):
-                    for suffix, tensor in one.tensors.items():
-                        # Gate and up may share a scale, files may not.
-                        stored[_stored_name(part, suffix)] = tensor.cpu().clone()
+                    stored |= {_stored_name(part, suffix): _alone(tensor) for suffix, tensor in one.tensors.items()}
                     facts[part.name] = {**asdict(one.facts), "smoothed": self._is_smoothed(parameter, part.name)}
         return stored, {"facts": facts, "sources": self._sources}
 
@@ -267,6 +265,12 @@ class BlockWork:
 
 def _stored_name(part: Part, suffix: str) -> str:
     return part.name if suffix == "weight" else part.companion(suffix)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU that has its memory for itself: gate and up may share a scale, files may not."""
+    own = tensor.cpu()
+    return own.clone() if own.numel() == 1 or own.untyped_storage().nbytes() > own.nbytes else own
 
 
 def _moved(made: Quantized, device: torch.device) -> Quantized:

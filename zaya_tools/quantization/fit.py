@@ -47,10 +47,9 @@ def fit(task: Task, hessians: Tensor | None) -> list[Quantized]:
     `hessians` [matrices, columns, columns] are what the observers that look at inputs need. NonFiniteError where a
     weight, ZayaError where a scale is not finite and positive.
     """
-    finite = task.weight.isfinite().all(-1).all(-1)
-    if not bool(finite.all()):
-        broken = task.which(int(finite.int().argmin()))
-        raise NonFiniteError(f"{broken}: weights are NaN or infinite", "the checkpoint is broken")
+    for index, matrix in enumerate(task.weight):  # one by one: torch makes several tensors of this on the way
+        if not bool(matrix.isfinite().all()):
+            raise NonFiniteError(f"{task.which(index)}: weights are NaN or infinite", "the checkpoint is broken")
     if task.observer in (MINMAX, MSE):
         return [made for matrix in task.weight for made in _plain(task, matrix)]
     if hessians is None:

@@ -99,7 +99,6 @@ def quantize(
     from zaya_tools.checkpoint.destination import check_destination, settle
     from zaya_tools.checkpoint.opening import Reading
     from zaya_tools.checkpoint.plan import parse_size
-    from zaya_tools.quantization.auto import RECIPE
     from zaya_tools.quantization.calibrated import Calibration, needs_calibration
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
@@ -111,50 +110,51 @@ def quantize(
     choice = Choice(data, field, samples, context, seed) if data else None
     calibration = Calibration(statistics=stats, choice=choice, tokenizer=str(tokenizer) if tokenizer else None)
     reading = Reading(iteration, config, vocab_size, tokenizer)
-    auto = None
-    if recipe == AUTO:
-        target = (parse_size(target_size) if target_size else None, target_bits)
-        options = {"device": device, "resume": resume, "force": force, "reading": reading}
-        auto = group.lead(lambda: _choose(out, source, destination, calibration, target, **options))
-    elif target_size or target_bits:
-        raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
-    work = plan_quantization(
-        source, auto.recipe if auto else recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
-        expert_layout=expert_layout.value, target_vllm=target_vllm,
-        reading=reading,
-    )  # fmt: skip
-    for warning in _warnings(work, calibration, dry_run=dry_run, kernels=device in ("auto", "cpu")):
-        out.warn(warning)
-    own_device(device, group)  # known to be there before anything else is said
-    if auto is not None:
-        show_choice(out, auto)
-    if dry_run:
-        if not resume:
-            check_destination(settle(destination), work.source.folder, force)
-        show_plan(out, work, auto)
-        out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
-        return
-    learning = needs_calibration(work)
-    # Where blocks are worked on first, they are what takes the time.
-    with ExitStack() as stack:
-        step = stack.enter_context(out.counting("learning from inputs")) if learning else None
-        label = f"quantizing to {work.recipe.name}"
-        advance = None if learning else stack.enter_context(out.progress(label, work.plan.read_bytes))
-        result = run(
-            source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
-            planned=work, calibration=calibration,
-            report=(lambda stage: step(stage.block + 1, stage.blocks, stage.name)) if step else None,
-            files={RECIPE: auto.text.encode()} if auto else None,
+    with ExitStack() as kept:  # what auto has found is there until the checkpoint is
+        auto = None
+        if recipe == AUTO:
+            target = (parse_size(target_size) if target_size else None, target_bits)
+            options = {"device": device, "resume": resume, "force": force, "reading": reading}
+            auto = group.lead(lambda: _choose(out, kept, source, destination, calibration, target, **options))
+        elif target_size or target_bits:
+            raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
+        work = plan_quantization(
+            source, auto.recipe if auto else recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
+            expert_layout=expert_layout.value, target_vllm=target_vllm,
+            reading=reading,
         )  # fmt: skip
-    measured = facts(result) if not result.already_complete else recorded(result.destination)
-    out.document({
-        "destination": str(destination), "written": True, "already_complete": result.already_complete,
-        **document(work), "quantized": measured, **_chosen(auto),
-    })  # fmt: skip
-    if result.already_complete:
-        out.heading(f"{destination} is already complete")
-        return
-    show_result(out, work, destination, measured)
+        for warning in _warnings(work, calibration, dry_run=dry_run, kernels=device in ("auto", "cpu")):
+            out.warn(warning)
+        own_device(device, group)  # known to be there before anything else is said
+        if auto is not None:
+            show_choice(out, auto)
+        if dry_run:
+            if not resume:
+                check_destination(settle(destination), work.source.folder, force)
+            show_plan(out, work, auto)
+            out.document({"destination": str(destination), "written": False, **document(work), **_chosen(auto)})
+            return
+        learning = needs_calibration(work)
+        # Where blocks are worked on first, they are what takes the time.
+        with ExitStack() as stack:
+            step = stack.enter_context(out.counting("learning from inputs")) if learning else None
+            label = f"quantizing to {work.recipe.name}"
+            advance = None if learning else stack.enter_context(out.progress(label, work.plan.read_bytes))
+            result = run(
+                source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
+                planned=work, calibration=calibration,
+                report=(lambda stage: step(stage.block + 1, stage.blocks, stage.name)) if step else None,
+                files=auto.files if auto else None,
+            )  # fmt: skip
+        measured = facts(result) if not result.already_complete else recorded(result.destination)
+        out.document({
+            "destination": str(destination), "written": True, "already_complete": result.already_complete,
+            **document(work), "quantized": measured, **_chosen(auto),
+        })  # fmt: skip
+        if result.already_complete:
+            out.heading(f"{destination} is already complete")
+            return
+        show_result(out, work, destination, measured)
 
 
 def _warnings(work: Quantization, calibration: Calibration, *, dry_run: bool, kernels: bool) -> Iterator[str]:
@@ -172,16 +172,16 @@ def _warnings(work: Quantization, calibration: Calibration, *, dry_run: bool, ke
 
 
 def _choose(
-    out: Output, source: str, destination: Path, calibration: Calibration, target: tuple[int | None, float | None],
-    **options: Any,
+    out: Output, kept: ExitStack, source: str, destination: Path, calibration: Calibration,
+    target: tuple[int | None, float | None], **options: Any,
 ) -> Auto:  # fmt: skip
-    from zaya_tools.quantization.auto import choose_recipe
+    from zaya_tools.quantization.auto import choosing
 
     with out.counting("weighing schemes") as step:
-        return choose_recipe(
+        return kept.enter_context(choosing(
             source, destination, calibration, size=target[0], bits=target[1], **options,
             report=lambda stage: step(stage.block + 1, stage.blocks, stage.name),
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 def show_choice(out: Output, auto: Auto) -> None:

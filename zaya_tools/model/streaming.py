@@ -6,6 +6,7 @@ the memory of a run is two blocks (one at work, one being read) and that budget,
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
+from zaya_tools.errors import ZayaError
 from zaya_tools.model.block import Block, BlockOutput, run_sequences
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.rotary import rotaries
@@ -42,6 +44,11 @@ class States:
         # Unnamed: it is gone when it is closed, however the process ends.
         self._file: IO[bytes] | None = None if in_memory else tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return self.shape[0] * self._stride
+
     def read(self, start: int, stop: int) -> Tensor:
         """Sequences [start, stop); not to be changed."""
         if self._held is not None:
@@ -62,8 +69,16 @@ class States:
         assert self._file is not None
         view = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         done = 0
-        while done < len(view):
-            done += os.pwrite(self._file.fileno(), view[done:], start * self._stride + done)
+        try:
+            while done < len(view):
+                done += os.pwrite(self._file.fileno(), view[done:], start * self._stride + done)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise ZayaError(
+                f"the disk is full: {self.nbytes:,} bytes of states do not fit into {tempfile.gettempdir()}",
+                "free some space, or name a folder on a larger disk in the environment variable TMPDIR",
+            ) from error
 
     def copy(self) -> States:
         """The same values in a place of their own, in memory where these are."""

@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
+from torch import Tensor
 
 from zaya_tools import __version__
-from zaya_tools.calibration.data import Choice, sample
+from zaya_tools.calibration.data import Choice, Sample, sample
 from zaya_tools.calibration.identity import identity
-from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.run import Pass, statistics_file
 from zaya_tools.calibration.statistics import load
-from zaya_tools.calibration.workspace import open_workspace
-from zaya_tools.checkpoint.destination import settle
+from zaya_tools.calibration.workspace import Workspace, open_workspace
+from zaya_tools.checkpoint.destination import check_destination, listed_files, partial_folder, settle
 from zaya_tools.checkpoint.manifest import source_files
 from zaya_tools.checkpoint.opening import Reading
+from zaya_tools.checkpoint.source import read_json
+from zaya_tools.checkpoint.writer import recover
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.model.device import choose_device
+from zaya_tools.model.streaming import Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import total
 from zaya_tools.quantization.calibrated import Calibration, Report, Stage
-from zaya_tools.quantization.conversion import plan_quantization
-from zaya_tools.quantization.damage import Option, Unit, measure_units
+from zaya_tools.quantization.conversion import Quantization, plan_quantization
+from zaya_tools.quantization.damage import CANDIDATES, Option, Unit, copies, measure_units, units_of
 from zaya_tools.quantization.gptq import kernel
 from zaya_tools.quantization.mixed import Chosen, choose, recipe_of, recipe_text
 from zaya_tools.quantization.recipe import Recipe
+from zaya_tools.quantization.room import check_room, few
 from zaya_tools.quantization.scheme import GPTQ, IMATRIX, Observer
+from zaya_tools.quantization.trial import Followed, Inputs, Recorded
 
-RECIPE = "recipe.yaml"
-"""The file of an output that says what was chosen."""
-TOKENS = 8192
-"""Tokens on which damage is measured."""
+RECIPE, DAMAGES = "recipe.yaml", "damages.json"
+"""The files of an output that say what was chosen, and what every scheme would cost where."""
 
 
 @dataclass(frozen=True)
 class Auto:
-    """A chosen recipe, the file's text, and why."""
+    """A chosen recipe, the file's text, and why. `fingerprint` tells model, data and options from others."""
 
     recipe: Recipe
     text: str
     chosen: Chosen
+    fingerprint: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, stable in names and order."""
@@ -64,56 +69,128 @@ class Auto:
             ],
         }
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What to add to the checkpoint that is made by it, by name."""
+        damages = json.dumps({"fingerprint": self.fingerprint, **self.as_dict()}, indent=2)
+        return {RECIPE: self.text.encode(), DAMAGES: f"{damages}\n".encode()}
 
-def choose_recipe(
+
+@contextmanager
+def choosing(
     source: str | Path, destination: str | Path, calibration: Calibration, *, size: int | None = None,
     bits: float | None = None, device: str = "auto", resume: bool = False, force: bool = False,
     reading: Reading | None = None, report: Report | None = None,
-) -> Auto:  # fmt: skip
+) -> Iterator[Auto]:  # fmt: skip
     """Choose a scheme for the attention and the experts of every block, for `size` bytes of tensors or `bits` a weight.
 
-    The recipe rounds by GPTQ where `calibration` has data and llm-compressor is installed, else by the statistics.
-    Raises a ZayaError for targets that make no sense or cannot be met, and where nothing is known of the inputs.
+    The recipe rounds by GPTQ where `calibration` has data and llm-compressor is installed, else by the statistics, and
+    so does the weighing. What was found is kept beside `destination` until the block under this ends without an error:
+    quantize in it, and `resume` never weighs again what was weighed. Nor does it where `destination` is complete.
+
+    Raises a ZayaError for targets that make no sense or cannot be met, where nothing is known of the inputs, for a
+    destination that cannot be written and where the disk is too small.
     """
+    job = _plan(source, calibration, size, bits, device, reading)
+    target = settle(destination)
+    beside = target.with_name(f"{target.name}.auto")
+    recover(target)
+    units = _published(target, job.fingerprint) if resume else None
+    if units is None:
+        check_destination(target, job.plain.source.folder, force)
+    elif not partial_folder(beside).exists():
+        yield job.choose(units)
+        return
+    with open_workspace(beside, job.fingerprint, resume=resume, force=force, every=calibration.every) as space:
+        yield job.choose(units or job.weigh(space, report or (lambda _: None)))
+
+
+def choose_recipe(source: str | Path, destination: str | Path, calibration: Calibration, **options: Any) -> Auto:
+    """What `choosing` gives, with the same options, where nothing is to be kept for a quantization to come."""
+    with choosing(source, destination, calibration, **options) as auto:
+        return auto
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A choice that is to be made, checked as far as it can be before the work begins."""
+
+    plain: Quantization
+    weights: Weights
+    calibration: Calibration
+    observer: Observer
+    ids: Tensor
+    units: tuple[Unit, ...]
+    target: int
+    fingerprint: str
+
+    def choose(self, units: tuple[Unit, ...]) -> Auto:
+        other = self.plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units)
+        chosen = choose(units, other, self.target)
+        text = recipe_text(chosen, self.observer, total(self.weights.architecture))
+        return Auto(recipe_of(text), text, chosen, self.fingerprint)
+
+    def weigh(self, space: Workspace, say: Report) -> tuple[Unit, ...]:
+        weights, budget = self.weights, self.calibration.budget
+        ids = few(self.ids, weights, copies(self.units))
+        check_room(weights, ids, copies(self.units), self.ids if self.observer == GPTQ else None, budget, space.folder)
+        return measure_units(
+            weights, self.units, self._inputs(space, say), ids, space, budget=budget // 2,
+            report=lambda name, done, of: say(Stage(name, done, of)),
+        )  # fmt: skip
+
+    def _inputs(self, space: Workspace, say: Report) -> Inputs:
+        weights, given = self.weights, self.calibration
+        if self.observer == GPTQ:
+            return Followed(Stream(weights, weights.ends(), self.ids, budget=given.budget // 2))
+        if given.statistics is not None:
+            held = load(statistics_file(given.statistics), weights.architecture, identity(self.plain.found))
+            return Recorded(weights, held.moments)
+        passes = Pass(weights, weights.ends(), space, given.budget,
+                      lambda done: say(Stage(done.stage, done.block, done.blocks)))  # fmt: skip
+        return Recorded(weights, passes.measure(self.ids)[0])
+
+
+def _plan(
+    source: str | Path, calibration: Calibration, size: int | None, bits: float | None, device: str,
+    reading: Reading | None,
+) -> _Job:  # fmt: skip
     if (size is None) == (bits is None):
         raise ZayaError("auto needs a target", "give one of --target-size and --target-bits")
     plain = plan_quantization(source, "bf16", reading=reading)
+    if calibration.dtype not in DTYPES:
+        raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
     weights = Weights(plain.source, plain.found, DTYPES[calibration.dtype], choose_device(device))
-    count = total(weights.architecture)
-    target = size if size is not None else int((bits or 0) * count / 8)
+    target = size if size is not None else int((bits or 0) * total(weights.architecture) / 8)
     if calibration.statistics is None and calibration.choice is None:
         raise ZayaError(
             "recipe auto needs to know its inputs", "give --stats FILE, which `zaya calibrate` makes, or --data"
         )
     if calibration.choice is not None and calibration.choice.data == "-":
         raise ZayaError("auto reads its data twice, and standard input can be read once", "give a file to --data")
+    units = units_of(weights)
+    # A target that cannot be met is known before anything is weighed.
+    choose(units, plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units), target)
     folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.side_folder
-    choice = calibration.choice or Choice()
-    ids = sample(choice, folder, weights.architecture.vocab_size).ids
-    few = ids[: max(1, TOKENS // choice.context)]
-    record = {"statistics": str(calibration.statistics), "choice": asdict(choice), "tokens": few.numel()}
-    facts = [__version__, torch.__version__, weights.device.type, source_files(plain.source.headers), record]
-    say = report or (lambda _: None)
-    target_folder = settle(destination)
-    beside = target_folder.with_name(f"{target_folder.name}.auto")
-    stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    with open_workspace(beside, stamp, resume=resume, force=force, every=calibration.every) as space:
-        moments: Mapping[str, Moments]
-        if calibration.statistics is not None:
-            file = statistics_file(calibration.statistics)
-            moments = load(file, weights.architecture, identity(plain.found)).moments
-        else:
-            passes = Pass(weights, weights.ends(), space, calibration.budget,
-                          lambda done: say(Stage(done.stage, done.block, done.blocks)))  # fmt: skip
-            moments = passes.measure(ids)[0]
-        units = measure_units(
-            weights, moments, few, budget=calibration.budget,
-            report=lambda block, blocks: say(Stage("weighing", block, blocks)),
-        )  # fmt: skip
-    other = plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units)
-    chosen = choose(units, other, target)
-    text = recipe_text(chosen, _observer(calibration), count)
-    return Auto(recipe_of(text), text, chosen)
+    drawn = sample(calibration.choice or Choice(), folder, weights.architecture.vocab_size)
+    observer = _observer(calibration)
+    record = {
+        "versions": [__version__, torch.__version__],
+        "source": [source_files(plain.source.headers), plain.options],
+        "computing": [weights.device.type, calibration.dtype, observer, CANDIDATES],
+        "inputs": _digest(calibration, observer, drawn),
+        "target": target,
+    }
+    stamp = blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return _Job(plain, weights, calibration, observer, drawn.ids, units, target, stamp)
+
+
+def _digest(calibration: Calibration, observer: Observer, drawn: Sample) -> list[Any]:
+    if observer == GPTQ or calibration.statistics is None:
+        return [drawn.digest]
+    file = statistics_file(calibration.statistics)
+    # Where there is no such file, reading it says so.
+    return [drawn.digest, blake3(file.read_bytes()).hexdigest() if file.is_file() else None]
 
 
 def _observer(calibration: Calibration) -> Observer:
@@ -124,6 +201,16 @@ def _observer(calibration: Calibration) -> Observer:
     except ZayaError:
         return IMATRIX
     return GPTQ
+
+
+def _published(target: Path, fingerprint: str) -> tuple[Unit, ...] | None:
+    """The units of a finished output of this model, data and options; None where `target` is no such thing."""
+    if DAMAGES not in listed_files(target) or not (target / DAMAGES).is_file():
+        return None
+    held = read_json(target / DAMAGES)
+    if held.get("fingerprint") != fingerprint:
+        return None
+    return tuple(map(Unit.of, held["units"]))
 
 
 def explanation(auto: Auto) -> list[tuple[str, int, str, Unit, Option]]:

@@ -1,44 +1,46 @@
-"""What each part of a model suffers from each scheme: how far its output moves, and how far the model's words move.
+"""What each part of a model suffers from each scheme: how far the model's words move when it alone is quantized.
 
 A unit is the attention or the experts of one block, which is what vLLM can give a scheme of its own. Data go through
-the model once. At every block each of its units is quantized alone and a copy of the states takes that way; all copies
-then go through the blocks after it as they are. At the end each copy's KL from the unchanged model is the unit's
-damage. Weights are read once, whatever the number of units.
+the model once. At every block each of its units is quantized alone, scheme by scheme. A copy of the states takes the
+way through the first of them and goes on through the blocks after it as they are: its KL from the unchanged model at
+the end is that scheme's damage. Damage grows with the square of a small error, so each other scheme has that KL times
+the ratio of how far the two moved what the block gives. Weights are read once, whatever the number of units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.observing import sites
+from zaya_tools.calibration.run import check_finite
+from zaya_tools.calibration.workspace import Workspace
 from zaya_tools.dtypes import SIZES
+from zaya_tools.errors import NonFiniteError
 from zaya_tools.evaluation import head
 from zaya_tools.model.block import Block
-from zaya_tools.model.experts import DenseExperts
-from zaya_tools.model.linear import Linear
 from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import BUDGET, Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import Parameter, Role
-from zaya_tools.quantization.fit import Task, fit, restored
-from zaya_tools.quantization.hessian import sketched
-from zaya_tools.quantization.kernels import nearest
 from zaya_tools.quantization.resolve import matrices, unfit
-from zaya_tools.quantization.scheme import IMATRIX, SCHEMES, Activations, Kind, Scheme
+from zaya_tools.quantization.scheme import SCHEMES, Scheme
+from zaya_tools.quantization.trial import Inputs, alone
 
 CANDIDATES = ("int4", "int4-g32", "int8")
 """Schemes that are tried, beside full precision. INT8 and not FP8: its activations cost a fraction."""
 ROLES = {"attention": Role.ATTENTION, "experts": Role.EXPERT}
-_TOP = {Kind.INT8: 127.0, Kind.FLOAT8: 448.0}
+STAGE = "weighing"
+_UNITS, _FOUND = "chosen-units.json", "chosen-damages.json"
 
-Report = Callable[[int, int], None]
+Report = Callable[[str, int, int], None]
+"""Takes the stage, what was just done of it, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -58,49 +60,136 @@ class Unit:
     block: int
     options: tuple[Option, ...]
 
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Unit:
+        """The unit that `asdict` made these plain values of."""
+        return cls(value["role"], value["block"], tuple(Option(**option) for option in value["options"]))
+
 
 @dataclass
-class _Case:
-    """A unit in one scheme: the copy of the states that went through it, and the relative error of its outputs."""
+class _Trial:
+    """How far each scheme moved a unit's block, and the copy of the states that took the way through the first."""
 
-    scheme: Scheme
-    states: Stream | None
-    error: float
+    moved: list[float]
+    states: Stream
+
+
+def units_of(weights: Weights) -> tuple[Unit, ...]:
+    """The units of an unquantized model with the options that fit them; nothing is known of damages yet."""
+    found = []
+    for index in range(weights.architecture.blocks):
+        for role in ROLES:
+            chosen = _parameters(weights.architecture, index, role)
+            fitting = [n for n in CANDIDATES if all(unfit(SCHEMES[n], p) is None for p in chosen)]
+            sizes = [sum(_nbytes(p, scheme, weights) for p in chosen) for scheme in (*map(SCHEMES.get, fitting), None)]
+            options = zip((*fitting, None), sizes, strict=True)
+            found.append(Unit(role, index, tuple(Option(name, nbytes, 0.0) for name, nbytes in options)))
+    return tuple(found)
 
 
 def measure_units(
-    weights: Weights, moments: Mapping[str, Moments], ids: Tensor, *, budget: int = BUDGET, report: Report | None = None
-) -> tuple[Unit, ...]:
-    """The units of an unquantized model with their options, from token ids [sequences, tokens] and statistics.
+    weights: Weights, units: Sequence[Unit], inputs: Inputs, ids: Tensor, space: Workspace, *, budget: int = BUDGET,
+    report: Report | None = None,
+) -> tuple[Unit, ...]:  # fmt: skip
+    """The units with their damages on token ids [sequences, tokens].
 
-    Schemes that leave activations alone are all measured by the first of them: damage grows with the square of a small
-    error, so the others have its KL times the ratio of the errors.
+    States, and damages once found, are kept in `space`: after a kill the same call goes on there and gives the same
+    numbers. NonFiniteError, naming the block, for activations and damages that are not finite.
     """
+    known = space.read(_UNITS)
+    if known is None:
+        weighed = _weigh(weights, units, inputs, ids, space, budget, report or (lambda *_: None))
+        known = {"units": [asdict(unit) for unit in weighed]}
+        space.write(_UNITS, known)
+    space.forget_states(STAGE)
+    return tuple(map(Unit.of, known["units"]))
+
+
+def copies(units: Sequence[Unit]) -> int:
+    """Copies of the states that measuring these units takes, at the most at a time."""
+    return 3 + sum(len(unit.options) > 1 for unit in units)
+
+
+def _weigh(
+    weights: Weights, units: Sequence[Unit], inputs: Inputs, ids: Tensor, space: Workspace, budget: int, report: Report
+) -> Iterator[Unit]:
     a = weights.architecture
-    ends = weights.ends()
-    reference = Stream(weights, ends, ids, budget=budget // (1 + 4 * a.blocks))
-    cases: dict[tuple[int, str], list[_Case]] = {}
-    for index in range(a.blocks):
+    reference = Stream(weights, weights.ends(), ids, budget=budget // copies(units))
+    trials: dict[int, _Trial] = {}
+    done = -1
+    record = space.saved(STAGE)
+    if record is not None:
+        trials = {int(number): _Trial(moved, reference.fork()) for number, moved in record["facts"]["moved"].items()}
+        done = space.load_states(STAGE, _streams(reference, trials, inputs))
+    for index in range(done + 1, a.blocks):
         tensors = weights.dense(index)
         plain = build_block(a, index, tensors, dtype=weights.dtype, device=weights.device, cast_experts=False)
-        for own in cases.values():
-            for case in own:
-                if case.states is not None:
-                    case.states.run(index, plain)
-        for role in ROLES:
-            cases[index, role] = _try_all(weights, index, role, tensors, moments, reference)
+        for trial in trials.values():
+            trial.states.run(index, plain)
+        before = reference.fork()
         reference.run(index, plain)
-        if report is not None:
-            report(index, a.blocks)
-    units = []
-    for (index, role), own in cases.items():
-        chosen = _parameters(a, index, role)
-        options = [
-            Option(case.scheme.name, sum(_nbytes(p, case.scheme, weights) for p in chosen), damage)
-            for case, damage in zip(own, _damages(own, reference, weights, ids), strict=True)
-        ]
-        units.append(Unit(role, index, (*options, Option(None, sum(_nbytes(p, None, weights) for p in chosen), 0.0))))
-    return tuple(units)
+        for number, unit in enumerate(units):
+            if unit.block == index and len(unit.options) > 1:
+                trials[number] = _tried(weights, unit, tensors, plain, inputs, before, reference)
+        check_finite(reference, index)  # after what could name the expert
+        inputs.advance(index, plain)
+        _save(space, index, reference, trials, inputs)
+        report(STAGE, index, a.blocks)
+    found: dict[str, float] = space.read(_FOUND) or {}
+    for order, (number, trial) in enumerate(trials.items()):
+        if str(number) not in found:
+            found[str(number)] = _divergence(trial.states, reference, weights, ids, units[number])
+            space.write(_FOUND, found)
+            _save(space, a.blocks - 1, reference, trials, inputs)
+            report("comparing", order, len(trials))
+    for number, unit in enumerate(units):
+        damages = _damages(trials[number].moved, found[str(number)]) if number in trials else []
+        options = zip(unit.options, [*damages, 0.0], strict=True)
+        yield replace(unit, options=tuple(replace(option, damage=damage) for option, damage in options))
+
+
+def _streams(reference: Stream, trials: Mapping[int, _Trial], inputs: Inputs) -> dict[str, Stream]:
+    return {"reference": reference, **inputs.streams, **{str(n): trial.states for n, trial in trials.items()}}
+
+
+def _save(space: Workspace, block: int, reference: Stream, trials: Mapping[int, _Trial], inputs: Inputs) -> None:
+    facts = {"moved": {str(number): trial.moved for number, trial in trials.items()}}
+    space.save_states(STAGE, block, _streams(reference, trials, inputs), facts=facts)
+
+
+def _tried(
+    weights: Weights, unit: Unit, tensors: Mapping[str, Tensor], plain: Block, inputs: Inputs, before: Stream,
+    after: Stream,
+) -> _Trial:  # fmt: skip
+    """Quantize a unit alone by each scheme; `before` and `after` are the states around the block as it is."""
+    a, index = weights.architecture, unit.block
+    chosen = _parameters(a, index, unit.role)
+    hessians = inputs.hessians(index, plain, chosen)
+    moved: list[float] = []
+    kept = None
+    for name in (option.scheme for option in unit.options[:-1]):
+        assert name is not None
+        states = before.fork()
+        states.run(index, alone(weights, index, tensors, chosen, SCHEMES[name], hessians, inputs.observer))
+        moved.append(_distance(states, after))
+        kept = kept or states
+    assert kept is not None
+    return _Trial(moved, kept)
+
+
+def _distance(states: Stream, reference: Stream) -> float:
+    """Mean square by which hidden states are apart."""
+    total = 0.0
+    for start in range(0, states.hidden.shape[0], states.step):
+        stop = min(start + states.step, states.hidden.shape[0])
+        mine, theirs = (s.hidden.read(start, stop) for s in (states, reference))
+        total += float((mine - theirs).double().square().sum())
+    return total / prod(states.hidden.shape)
+
+
+def _damages(moved: Sequence[float], first: float) -> list[float]:
+    """The damages of all schemes of a unit from that of the first."""
+    return [first, *(first * other / moved[0] if moved[0] else 0.0 for other in moved[1:])]
 
 
 def _parameters(a: Architecture, index: int, role: str) -> list[Parameter]:
@@ -117,110 +206,7 @@ def _nbytes(parameter: Parameter, scheme: Scheme | None, weights: Weights) -> in
     return count * sum(prod(s.shape) * SIZES[s.dtype] for s in scheme.stored(rows, columns, dtype))
 
 
-def _try_all(
-    weights: Weights, index: int, role: str, tensors: Mapping[str, Tensor], moments: Mapping[str, Moments],
-    reference: Stream,
-) -> list[_Case]:  # fmt: skip
-    a = weights.architecture
-    chosen = _parameters(a, index, role)
-    schemes = [SCHEMES[name] for name in CANDIDATES if all(unfit(SCHEMES[name], p) is None for p in chosen)]
-    found: list[_Case] = []
-    for scheme in schemes:
-        changed, error = _quantized(chosen, scheme, tensors, moments, weights)
-        alone = scheme.activations is Activations.NONE
-        measured = not alone or not any(case.scheme.activations is Activations.NONE for case in found)
-        states = None
-        if measured:
-            states = reference.fork()
-            own = {**tensors, **changed}
-            block = build_block(a, index, own, dtype=weights.dtype, device=weights.device, cast_experts=False)
-            states.run(index, _rounding(block, role, scheme))
-        found.append(_Case(scheme, states, error))
-    return found
-
-
-def _quantized(
-    chosen: list[Parameter], scheme: Scheme, tensors: Mapping[str, Tensor], moments: Mapping[str, Moments],
-    weights: Weights,
-) -> tuple[dict[str, Tensor], float]:  # fmt: skip
-    """What parameters become, by native local name, and the mean relative square error of their outputs."""
-    changed: dict[str, Tensor] = {}
-    errors = []
-    down = sites(weights.architecture, chosen[0].block or 0).down
-    for parameter in chosen:
-        weight = tensors[parameter.local]
-        stacked = weight if weight.ndim == 3 else weight[None]
-        known = moments[parameter.name]
-        hessians = sketched(known, shared=parameter not in down, device=weights.device)
-        parts = matrices(parameter) // len(stacked)
-        task = Task(parameter.name, stacked, parts, scheme, IMATRIX, weight.dtype)
-        became = restored(task, [made.tensors for made in fit(task, hessians)])
-        gap = stacked.float() - became
-        lost, whole = (float(((w @ hessians) * w).sum()) for w in (gap, stacked.float()))
-        errors.append(lost / whole if whole else 0.0)
-        changed[parameter.local] = became.view(weight.shape)
-    return changed, sum(errors) / len(errors)
-
-
-@dataclass(frozen=True)
-class _RoundedInputs:
-    """A layer whose inputs are rounded token by token, as kernels with dynamic scales do."""
-
-    inner: Linear
-    kind: Kind
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.inner(_round(x, self.kind))
-
-
-@dataclass(frozen=True)
-class _RoundedExperts:
-    inner: DenseExperts
-    kind: Kind
-
-    def __call__(self, expert: int, rows: Tensor) -> Tensor:
-        middle = self.inner.inner(expert, _round(rows, self.kind))
-        return self.inner.outer(expert, _round(middle, self.kind))
-
-
-def _round(x: Tensor, kind: Kind) -> Tensor:
-    values = x.float()
-    scale = (values.abs().amax(-1, keepdim=True) / _TOP[kind]).clamp_min(torch.finfo(torch.float32).tiny)
-    return (nearest(values / scale, kind) * scale).to(x.dtype)
-
-
-def _rounding(block: Block, role: str, scheme: Scheme) -> Block:
-    if scheme.activations is not Activations.TOKEN:
-        return block
-    if role == "experts":
-        assert isinstance(block.experts, DenseExperts)
-        return replace(block, experts=_RoundedExperts(block.experts, scheme.kind))
-    attention = block.attention
-    return replace(
-        block,
-        attention=replace(
-            attention,
-            projections=_RoundedInputs(attention.projections, scheme.kind),
-            output=_RoundedInputs(attention.output, scheme.kind),
-        ),
-    )
-
-
-def _damages(own: list[_Case], reference: Stream, weights: Weights, ids: Tensor) -> list[float]:
-    direct = [_divergence(case.states, reference, weights, ids) if case.states is not None else None for case in own]
-    measured = [(case, kl) for case, kl in zip(own, direct, strict=True) if kl is not None]
-    alone = next(((case, kl) for case, kl in measured if case.scheme.activations is Activations.NONE), None)
-    found = []
-    for case, kl in zip(own, direct, strict=True):
-        if kl is not None:
-            found.append(kl)
-        else:
-            assert alone is not None
-            found.append(alone[1] * case.error / alone[0].error if alone[0].error else 0.0)
-    return found
-
-
-def _divergence(states: Stream, reference: Stream, weights: Weights, ids: Tensor) -> float:
+def _divergence(states: Stream, reference: Stream, weights: Weights, ids: Tensor, unit: Unit) -> float:
     """Mean KL from the reference's next-token distributions, over all tokens."""
     ends = weights.ends()
     total, count = 0.0, 0
@@ -232,4 +218,9 @@ def _divergence(states: Stream, reference: Stream, weights: Weights, ids: Tensor
         compared = head.compare(ends, mine, ends, theirs, ids[start:stop].flatten())
         total += float(compared.kl.double().sum())
         count += compared.kl.numel()
+    if not math.isfinite(total):
+        raise NonFiniteError(
+            f"block {unit.block}: with its {unit.role} in {unit.options[0].scheme} the model overflows",
+            "check the source with `zaya validate`, or give a recipe that leaves that block alone",
+        )
     return total / count

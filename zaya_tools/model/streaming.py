@@ -43,6 +43,8 @@ class States:
         self._held = torch.empty(shape, dtype=dtype) if in_memory else None
         # Unnamed: it is gone when it is closed, however the process ends.
         self._file: IO[bytes] | None = None if in_memory else tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        if self._file is not None:
+            self._file.truncate(self.nbytes)  # what was not written yet can be read, and copied
 
     @property
     def nbytes(self) -> int:

@@ -140,4 +140,4 @@ def test_auto_writes_down_what_it_chose(zaya: Zaya, tmp_path: Path) -> None:
 
 def test_a_target_is_for_auto_alone(zaya: Zaya, tmp_path: Path) -> None:
     assert zaya("quantize", TINY, tmp_path / "out", "--target-bits", "5").error()[0].startswith("a target size is for")
-    assert zaya("quantize", TINY, tmp_path / "out", "--recipe", "auto").error()[0] == "auto needs a target"
+    assert zaya("quantize", TINY, tmp_path / "out", "--recipe", "auto").error()[0] == "auto needs one target"

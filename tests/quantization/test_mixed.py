@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.calibration.support import SMALL
-from tests.synthetic import read_tensors
+from tests.synthetic import read_tensors, small, write_checkpoint
 from zaya_tools import calibrate, quantize
 from zaya_tools.calibration.data import Choice
 from zaya_tools.checkpoint.source import open_source
@@ -17,11 +17,12 @@ from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.likelihood import measure
 from zaya_tools.evaluation.text import HELD_OUT, tokenize
 from zaya_tools.evaluation.windows import cut
+from zaya_tools.layouts.raw import RAW
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import parameters, total
 from zaya_tools.quantization.auto import Auto, choose_recipe, explanation
 from zaya_tools.quantization.calibrated import Calibration
-from zaya_tools.quantization.damage import Option, Unit
+from zaya_tools.quantization.damage import Option, Unit, units_of
 from zaya_tools.quantization.mixed import Chosen, choose, recipe_of, recipe_text
 from zaya_tools.quantization.recipe import load_recipe
 from zaya_tools.quantization.resolve import resolve
@@ -65,6 +66,34 @@ def test_sizes_far_beyond_the_steps_keep_the_target() -> None:
     target = 13 * 10**9
     found = choose(units, 10**9, target)
     assert target - 10**8 < found.nbytes <= target
+
+
+@pytest.mark.parametrize("room", [0, 1, 10**12])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_full_precision_is_chosen_where_everything_fits(room: int, odd: int) -> None:
+    # With sizes that no large step divides, too: rounding them up must not keep the last one out.
+    units = [unit(b, ("int4", 10**8 + odd * b, 1.0), (None, 4 * 10**8 + 3 * odd, 0.0)) for b in range(80)]
+    whole = sum(u.options[-1].nbytes for u in units)
+    found = choose(units, 10**9, 10**9 + whole + room)
+    assert (found.damage, found.nbytes) == (0.0, 10**9 + whole)
+
+
+def test_a_target_that_a_choice_meets_to_the_byte_is_met() -> None:
+    packed, whole = 524_288 + 8192, 2_097_152
+    units = [unit(b, ("int4", packed, 1.0), (None, whole, 0.0)) for b in range(80)]
+    for full in range(81):
+        found = choose(units, 0, (80 - full) * packed + full * whole)
+        assert found.damage == 80 - full
+
+
+def test_schemes_that_a_tensor_parallel_size_would_cut_are_no_options(tmp_path: Path) -> None:
+    a = small(hidden_size=128, head_dim=64, expert_width=256)
+    write_checkpoint(tmp_path, RAW, a)
+    weights = Weights.open(tmp_path)
+    every = ["int4", "int4-g32", "int8", None]
+    for size, schemes in ((1, every), (4, every[1:]), (16, every[2:])):
+        found = {unit.role: [option.scheme for option in unit.options] for unit in units_of(weights, size)}
+        assert found == {"attention": every, "experts": schemes}
 
 
 def test_the_recipe_says_what_was_chosen() -> None:
@@ -147,9 +176,9 @@ def test_sizes_are_those_of_the_files(auto: Auto, statistics: Path, tmp_path: Pa
 
 def test_what_is_missing_is_said(tmp_path: Path, statistics: Path) -> None:
     given = Calibration(statistics=statistics)
-    with pytest.raises(ZayaError, match="auto needs a target"):
+    with pytest.raises(ZayaError, match="auto needs one target"):
         choose_recipe(TINY, tmp_path / "out", given)
-    with pytest.raises(ZayaError, match="auto needs a target"):
+    with pytest.raises(ZayaError, match="auto needs one target"):
         choose_recipe(TINY, tmp_path / "out", given, size=10, bits=4.0)
     with pytest.raises(ZayaError, match="needs to know its inputs"):
         choose_recipe(TINY, tmp_path / "out", Calibration(), bits=5.0)
@@ -157,6 +186,11 @@ def test_what_is_missing_is_said(tmp_path: Path, statistics: Path) -> None:
         choose_recipe(TINY, tmp_path / "out", Calibration(choice=Choice("-")), bits=5.0)
     with pytest.raises(ZayaError, match="the smallest checkpoint of these schemes has"):
         choose_recipe(TINY, tmp_path / "out", given, bits=3.0)
+    for bits in (0.0, -5.0, float("nan"), float("inf"), 1e308):
+        with pytest.raises(ZayaError, match="bits a weight cannot be"):
+            choose_recipe(TINY, tmp_path / "out", given, bits=bits)
+    with pytest.raises(ZayaError, match="tensor-parallel size 7"):
+        choose_recipe(TINY, tmp_path / "out", given, bits=6.0, planning={"tensor_parallel": 7})
 
 
 def test_the_written_recipe_is_one_that_can_be_given_again(auto: Auto, tmp_path: Path) -> None:

@@ -110,19 +110,19 @@ def quantize(
     choice = Choice(data, field, samples, context, seed) if data else None
     calibration = Calibration(statistics=stats, choice=choice, tokenizer=str(tokenizer) if tokenizer else None)
     reading = Reading(iteration, config, vocab_size, tokenizer)
+    planning: dict[str, Any] = {
+        "max_shard_size": max_shard_size, "tensor_parallel": tensor_parallel, "expert_layout": expert_layout.value,
+        "target_vllm": target_vllm,
+    }  # fmt: skip
     with ExitStack() as kept:  # what auto has found is there until the checkpoint is
         auto = None
         if recipe == AUTO:
-            target = (parse_size(target_size) if target_size else None, target_bits)
-            options = {"device": device, "resume": resume, "force": force, "reading": reading}
+            target = (parse_size(target_size) if target_size is not None else None, target_bits)
+            options = {"device": device, "resume": resume, "force": force, "reading": reading, "planning": planning}
             auto = group.lead(lambda: _choose(out, kept, source, destination, calibration, target, **options))
-        elif target_size or target_bits:
+        elif target_size is not None or target_bits is not None:
             raise ZayaError("a target size is for --recipe auto alone", "add --recipe auto, or leave the target out")
-        work = plan_quantization(
-            source, auto.recipe if auto else recipe, max_shard_size=max_shard_size, tensor_parallel=tensor_parallel,
-            expert_layout=expert_layout.value, target_vllm=target_vllm,
-            reading=reading,
-        )  # fmt: skip
+        work = plan_quantization(source, auto.recipe if auto else recipe, reading=reading, **planning)
         for warning in _warnings(work, calibration, dry_run=dry_run, kernels=device in ("auto", "cpu")):
             out.warn(warning)
         own_device(device, group)  # known to be there before anything else is said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from zaya_tools.calibration.workspace import Workspace, open_workspace
 from zaya_tools.checkpoint.destination import check_destination, listed_files, partial_folder, settle
 from zaya_tools.checkpoint.manifest import source_files
 from zaya_tools.checkpoint.opening import Reading
+from zaya_tools.checkpoint.plan import stamps
 from zaya_tools.checkpoint.source import read_json
 from zaya_tools.checkpoint.writer import recover
 from zaya_tools.errors import ZayaError
@@ -80,10 +81,11 @@ class Auto:
 def choosing(
     source: str | Path, destination: str | Path, calibration: Calibration, *, size: int | None = None,
     bits: float | None = None, device: str = "auto", resume: bool = False, force: bool = False,
-    reading: Reading | None = None, report: Report | None = None,
+    reading: Reading | None = None, planning: Mapping[str, Any] | None = None, report: Report | None = None,
 ) -> Iterator[Auto]:  # fmt: skip
     """Choose a scheme for the attention and the experts of every block, for `size` bytes of tensors or `bits` a weight.
 
+    `planning` are the options that `plan_quantization` will have, so that what it would refuse is refused now.
     The recipe rounds by GPTQ where `calibration` has data and llm-compressor is installed, else by the statistics, and
     so does the weighing. What was found is kept beside `destination` until the block under this ends without an error:
     quantize in it, and `resume` never weighs again what was weighed. Nor does it where `destination` is complete.
@@ -91,7 +93,7 @@ def choosing(
     Raises a ZayaError for targets that make no sense or cannot be met, where nothing is known of the inputs, for a
     destination that cannot be written and where the disk is too small.
     """
-    job = _plan(source, calibration, size, bits, device, reading)
+    job = _plan(source, calibration, size, bits, device, reading, planning or {})
     target = settle(destination)
     beside = target.with_name(f"{target.name}.auto")
     recover(target)
@@ -101,7 +103,7 @@ def choosing(
     elif not partial_folder(beside).exists():
         yield job.choose(units)
         return
-    with open_workspace(beside, job.fingerprint, resume=resume, force=force, every=calibration.every) as space:
+    with open_workspace(beside, job.stamp, resume=resume, force=force, every=calibration.every) as space:
         yield job.choose(units or job.weigh(space, report or (lambda _: None)))
 
 
@@ -123,6 +125,11 @@ class _Job:
     units: tuple[Unit, ...]
     target: int
     fingerprint: str
+
+    @property
+    def stamp(self) -> str:
+        """What unfinished work belongs to: to the very files, as they are."""
+        return blake3(json.dumps([self.fingerprint, stamps(self.plain.source.headers)]).encode()).hexdigest()
 
     def choose(self, units: tuple[Unit, ...]) -> Auto:
         other = self.plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units)
@@ -153,11 +160,15 @@ class _Job:
 
 def _plan(
     source: str | Path, calibration: Calibration, size: int | None, bits: float | None, device: str,
-    reading: Reading | None,
+    reading: Reading | None, planning: Mapping[str, Any],
 ) -> _Job:  # fmt: skip
     if (size is None) == (bits is None):
-        raise ZayaError("auto needs a target", "give one of --target-size and --target-bits")
-    plain = plan_quantization(source, "bf16", reading=reading)
+        raise ZayaError("auto needs one target", "give either --target-size or --target-bits")
+    if bits is not None and not 0 < bits <= 64:
+        raise ZayaError(
+            f"{bits} bits a weight cannot be", "a weight has 16 in a checkpoint, and 4 in the smallest scheme"
+        )
+    plain = plan_quantization(source, "bf16", reading=reading, **planning)
     if calibration.dtype not in DTYPES:
         raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
     weights = Weights(plain.source, plain.found, DTYPES[calibration.dtype], choose_device(device))
@@ -168,7 +179,7 @@ def _plan(
         )
     if calibration.choice is not None and calibration.choice.data == "-":
         raise ZayaError("auto reads its data twice, and standard input can be read once", "give a file to --data")
-    units = units_of(weights)
+    units = units_of(weights, planning.get("tensor_parallel", 1))
     # A target that cannot be met is known before anything is weighed.
     choose(units, plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units), target)
     folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.side_folder

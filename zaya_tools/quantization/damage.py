@@ -29,7 +29,7 @@ from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import BUDGET, Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import Parameter, Role
-from zaya_tools.quantization.resolve import matrices, unfit
+from zaya_tools.quantization.resolve import divides, matrices, unfit
 from zaya_tools.quantization.scheme import SCHEMES, Scheme
 from zaya_tools.quantization.trial import Inputs, alone
 
@@ -74,13 +74,17 @@ class _Trial:
     states: Stream
 
 
-def units_of(weights: Weights) -> tuple[Unit, ...]:
+def units_of(weights: Weights, tensor_parallel: int = 1) -> tuple[Unit, ...]:
     """The units of an unquantized model with the options that fit them; nothing is known of damages yet."""
+
+    def fits(scheme: Scheme, parameter: Parameter) -> bool:
+        return unfit(scheme, parameter) is None and divides(scheme, parameter, tensor_parallel)
+
     found = []
     for index in range(weights.architecture.blocks):
         for role in ROLES:
             chosen = _parameters(weights.architecture, index, role)
-            fitting = [n for n in CANDIDATES if all(unfit(SCHEMES[n], p) is None for p in chosen)]
+            fitting = [n for n in CANDIDATES if all(fits(SCHEMES[n], p) for p in chosen)]
             sizes = [sum(_nbytes(p, scheme, weights) for p in chosen) for scheme in (*map(SCHEMES.get, fitting), None)]
             options = zip((*fitting, None), sizes, strict=True)
             found.append(Unit(role, index, tuple(Option(name, nbytes, 0.0) for name, nbytes in options)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import yaml
@@ -14,7 +15,7 @@ from zaya_tools.quantization.recipe import Recipe, parse_recipe
 from zaya_tools.quantization.scheme import Observer
 
 AUTO = "auto"
-_STEPS = 1 << 13
+_STEPS, _EXACT = 1 << 13, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ def choose(units: Sequence[Unit], other: int, target: int) -> Chosen:
     """The options with the least sum of damages in at most `target` bytes, of which `other` are not the units'.
 
     Damages of small errors in different places add up nearly. A multiple-choice knapsack, solved by dynamic
-    programming over 8,192 steps of the room between the smallest and the largest choice; sizes are rounded up to
-    steps, so that the target is kept. ZayaError where even the smallest options are too large together.
+    programming over the room between the smallest and the largest choice, in steps that divide all sizes where those
+    are few enough; else sizes are rounded up to 8,192 steps, so that the target is kept. ZayaError where even the
+    smallest options are too large together.
     """
     least = [min(option.nbytes for option in unit.options) for unit in units]
     room = target - other - sum(least)
@@ -41,9 +43,14 @@ def choose(units: Sequence[Unit], other: int, target: int) -> Chosen:
             f"the smallest checkpoint of these schemes has {other + sum(least):,} bytes, {target:,} are asked for",
             "raise --target-size or --target-bits",
         )
+    costs = [option.nbytes - low for unit, low in zip(units, least, strict=True) for option in unit.options]
     most = sum(max(option.nbytes for option in unit.options) - low for unit, low in zip(units, least, strict=True))
     room = min(room, most)
-    step = max(1, -(-room // _STEPS))
+    step = gcd(*costs) or 1
+    if room // step > _EXACT:
+        # Where everything fits, rounding up must not be what keeps something out.
+        room += len(units) * -(-room // _STEPS) if room == most else 0
+        step = -(-room // _STEPS)
     width = room // step + 1
     best = np.zeros(width)
     picks = []

@@ -249,6 +249,13 @@ def unfit(scheme: Scheme, parameter: Parameter) -> str | None:
     return None
 
 
+def divides(scheme: Scheme, parameter: Parameter, size: int) -> bool:
+    """Whether a tensor-parallel `size` leaves every rank whole groups: experts are cut by their width."""
+    if parameter.role is not Role.EXPERT or _fused(parameter):
+        return True
+    return parameter.shape[-1] % (_unit(scheme) * size) == 0
+
+
 def _unit(scheme: Scheme | None) -> int:
     """Neighbouring columns that no cut may part: a group, or a packed word (eight INT4 values)."""
     if scheme is None:

@@ -225,6 +225,18 @@ def test_a_killed_run_resumes_to_the_same_bytes(outputs: dict[str, Path], tmp_pa
     assert done.already_complete
 
 
+def test_a_run_killed_after_it_had_published_leaves_nothing_behind(
+    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("zaya_tools.calibration.workspace._discard", lambda _: None)
+        quantize(TINY, tmp_path / "out", "int4-imatrix", calibration=GIVEN)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert quantize(TINY, tmp_path / "out", "int4-imatrix", calibration=GIVEN, resume=True).already_complete
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert tree(tmp_path / "out") == tree(outputs["int4-imatrix"])
+
+
 def test_the_manifest_says_what_was_learnt_from(outputs: dict[str, Path]) -> None:
     manifest = json.loads((outputs["int4-awq"] / "zaya_manifest.json").read_text())
     data = manifest["options"]["calibration"]["data"]

@@ -145,6 +145,8 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="there is no recipe file"):
         load_recipe("fp9.yaml")
+    with pytest.raises(RecipeError, match="auto is no recipe of its own"):
+        load_recipe("auto")
     with pytest.raises(RecipeError, match="there is no recipe 'fp9'"):
         read(tmp_path, EXPERTS, extends="fp9")
 

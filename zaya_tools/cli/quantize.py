@@ -103,7 +103,7 @@ def quantize(
     from zaya_tools.quantization.conversion import plan_quantization
     from zaya_tools.quantization.conversion import quantize as run
     from zaya_tools.quantization.group import joined, own_device
-    from zaya_tools.quantization.mixed import AUTO
+    from zaya_tools.quantization.recipe import AUTO
 
     group = context_.with_resource(joined())
     out = Output(as_json, silent=not group.leads)

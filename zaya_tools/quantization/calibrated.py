@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,11 @@ from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.run import Pass, Progress, statistics_file
 from zaya_tools.calibration.statistics import load
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
+from zaya_tools.checkpoint.destination import partial_folder
 from zaya_tools.checkpoint.header import read_header
 from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard, stamps
 from zaya_tools.checkpoint.pump import Segment, ShardDigest
-from zaya_tools.errors import ZayaError
+from zaya_tools.errors import DestinationError, ZayaError
 from zaya_tools.evaluation.opened import SMOOTHED
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
@@ -176,13 +177,9 @@ def prepared(
     finished.
     """
     weights, known, decisions = learned.weights, learned.known, work.resolved.decisions
-    facts = [__version__, torch.__version__, weights.device.type, stamps(work.source.headers),
-             work.options["recipe"], learned.record]  # fmt: skip
-    stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     say = report or (lambda _: None)
-    beside = destination.with_name(f"{destination.name}.blocks")
     with ExitStack() as stack:
-        opened = open_workspace(beside, stamp, resume=resume, force=force, every=calibration.every)
+        opened = _workspace(work, destination, learned, resume=resume, force=force, every=calibration.every)
         space = group.run(lambda: stack.enter_context(opened) if group.leads else None)
         if needs_statistics(decisions) and not known.moments:
             measured = group.run(lambda: _measured(weights, known.ids, calibration.budget, space, say) if space else {})
@@ -192,6 +189,26 @@ def prepared(
             report=lambda block, blocks: say(Stage("quantizing", block, blocks)),
         )  # fmt: skip
         yield _collect(space, weights.architecture.blocks, work) if space else None
+
+
+def tidy(work: Quantization, destination: Path, learned: Learned) -> None:
+    """Delete what a run of this plan, killed after it had published, left of its work on the blocks."""
+    if partial_folder(_beside(destination)).exists():
+        with suppress(DestinationError), _workspace(work, destination, learned, resume=True, force=False):
+            pass
+
+
+def _beside(destination: Path) -> Path:
+    return destination.with_name(f"{destination.name}.blocks")
+
+
+def _workspace(
+    work: Quantization, destination: Path, learned: Learned, *, resume: bool, force: bool, every: float = EVERY
+) -> AbstractContextManager[Workspace]:
+    facts = [__version__, torch.__version__, learned.weights.device.type, stamps(work.source.headers),
+             work.options["recipe"], learned.record]  # fmt: skip
+    stamp = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return open_workspace(_beside(destination), stamp, resume=resume, force=force, every=every)
 
 
 def _measured(

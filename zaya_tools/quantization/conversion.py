@@ -162,7 +162,7 @@ def quantize(
     """
     import torch
 
-    from zaya_tools.quantization.calibrated import Calibration, learn, needs_calibration, prepared
+    from zaya_tools.quantization.calibrated import Calibration, learn, needs_calibration, prepared, tidy
     from zaya_tools.quantization.group import joined, own_device
     from zaya_tools.quantization.native import usable
     from zaya_tools.quantization.stream import write_quantized
@@ -215,6 +215,7 @@ def quantize(
         def is_complete() -> bool:
             recover(target)
             if resume and complete(target, work):
+                tidy(work, target, learned)
                 return True
             # Now, not after hours of work on the blocks.
             check_destination(target, work.source.folder, force)

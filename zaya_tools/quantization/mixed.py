@@ -11,10 +11,9 @@ import yaml
 
 from zaya_tools.errors import ZayaError
 from zaya_tools.quantization.damage import Option, Unit
-from zaya_tools.quantization.recipe import Recipe, parse_recipe
+from zaya_tools.quantization.recipe import AUTO, Recipe, parse_recipe
 from zaya_tools.quantization.scheme import Observer
 
-AUTO = "auto"
 _STEPS, _EXACT = 1 << 13, 1 << 17
 
 

@@ -124,6 +124,9 @@ class _RecipeFile(BaseModel):
     rules: list[_RuleFile] | None = None
 
 
+AUTO = "auto"
+"""The name that `zaya quantize` takes for a recipe that it makes itself."""
+
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -173,6 +176,11 @@ def _find(name_or_path: str | Path, beside: Path | None = None) -> Path:
     if not looks_like_path:
         if text in recipe_names():
             return recipes_folder() / f"{text}.yaml"
+        if text == AUTO:
+            raise RecipeError(
+                "auto is no recipe of its own: it is made for each model and size",
+                "`zaya quantize SRC DST --recipe auto --target-size SIZE --dry-run` shows what it would be",
+            )
         near = get_close_matches(text, recipe_names(), 1)
         raise RecipeError(
             f"there is no recipe {text!r}",

@@ -365,3 +365,23 @@ def test_observers_that_cannot_find_a_schemes_scales_are_refused(
     assert caught.value.hint is not None
     assert caught.value.hint.startswith(f"observers for {scheme}: minmax, mse")
     assert observer not in caught.value.hint
+
+
+@pytest.mark.parametrize("stated", ["010", "0_9", "0x1", "1:30", "0b1"])
+def test_numbers_are_what_people_read_in_them(stated: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\ndescription: x\nrules: [{{role: experts, scheme: int4, blocks: {stated}}}]\n")
+    if stated == "010":
+        assert str(load_recipe(file).rules[0].blocks) == "10"
+        return
+    with pytest.raises(RecipeError, match="is not a range of blocks"):
+        load_recipe(file)
+
+
+@pytest.mark.parametrize("name", ["'  '", "''", "7", '"a\\nb"', '"a\\x1b[2Jb"', "[a]"])
+def test_names_that_are_none(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: {name}\ndescription: x\nrules: []\n")
+    with pytest.raises(RecipeError, match="is not a name") as caught:
+        load_recipe(file)
+    assert "\n" not in str(caught.value)

@@ -28,7 +28,8 @@ def model_card(work: Quantization, measured: Measured) -> str:
         f"- {_quoted(recipe)}",
         "---",
         "",
-        f"# {_plain(work.name)}, quantized with the recipe {_plain(recipe)}",
+        f"# {_plain(work.name)}, "
+        + (f"quantized with the recipe {_plain(recipe)}" if work.resolved.schemes else "in full precision"),
         "",
         _plain(work.recipe.description),
         "",

@@ -8,6 +8,7 @@ recipe come before the recipe's own. What no rule matches keeps full precision.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,6 +25,7 @@ from zaya_tools.quantization.words import (
     NONE,
     Blocks,
     parse_blocks,
+    parse_name,
     parse_observer,
     parse_projections,
     parse_role,
@@ -116,7 +118,7 @@ class _RuleFile(BaseModel):
 class _RecipeFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, PlainValidator(parse_name)]
     description: Annotated[str, Field(min_length=1)]
     runs_on: str | None = None
     extends: str | None = None
@@ -249,6 +251,14 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int | str:
+        """Decimal digits as the number that people read in them; YAML 1.1 takes 010 for 8 and 1:30 for 90."""
+        text = str(self.construct_scalar(node))
+        return int(text) if re.fullmatch("[-+]?[0-9]{1,18}", text) else text
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_decimal)
 
 
 def _read(path: Path) -> _RecipeFile:

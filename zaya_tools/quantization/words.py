@@ -181,6 +181,13 @@ def _range(value: Any) -> tuple[int, int | None]:
     return first, last
 
 
+def parse_name(value: Any) -> str:
+    """A recipe's name: one line with something to read in it."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise BadWord(f"{shown(value)} is not a name", "a recipe's name is one line of text")
+    return value
+
+
 def parse_observer(value: Any) -> Observer:
     """How scales are found."""
     known = (*OBSERVERS, *INFORMED)

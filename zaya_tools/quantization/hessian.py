@@ -80,7 +80,7 @@ class Hessians:
 
     def pool(self, total: Callable[[Tensor], object]) -> None:
         """Add what other processes have seen: `total` turns a tensor into its sum over all of them."""
-        tokens = torch.tensor(self.tokens)
+        tokens = torch.tensor(self.tokens, device=self._sums.device)
         total(tokens)
         total(self._sums)
         self.tokens = tokens.tolist()

@@ -114,6 +114,16 @@ def test_protected_tensors_are_the_sources_bit_for_bit(name: str, outputs: dict[
     assert same_bits(written["model.embed_tokens.weight"], full["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize(("name", "least"), [("int4", 12.0), ("int4-gptq", 8.0), ("int4-imatrix", 8.0)])
+def test_numbers_that_were_moved_for_their_inputs_may_be_further_off(
+    name: str, least: float, outputs: dict[str, Path]
+) -> None:
+    measured = json.loads((outputs[name] / "zaya_manifest.json").read_text())["quantized"]
+    assert {facts.get("learned", False) for facts in measured.values()} == {name != "int4"}
+    (limit,) = check_weights(outputs[name], TINY).figures["limits"]
+    assert limit["sqnr_db_min"] == least
+
+
 def test_learning_pays(divergence: dict[str, float]) -> None:
     # From 192 tokens an expert; more text gives more.
     assert divergence["int4-imatrix"] < 0.9 * divergence["int4"]

@@ -18,6 +18,8 @@ from zaya_tools.layouts.native import NATIVE, NATIVE_PER_EXPERT
 
 SMOOTHED = "smoothed"
 """Key of a manifest's facts about a weight: its numbers are the source's only together with those of its neighbour."""
+LEARNED = "learned"
+"""Key of those facts: numbers were moved from the nearest for the sake of what the inputs make of them."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,20 @@ class Opened:
     @cached_property
     def smoothed(self) -> frozenset[str]:
         """Weights that its manifest says to have been scaled against one another, row by row or column by column."""
+        return self._declared(SMOOTHED)
+
+    @cached_property
+    def learned(self) -> frozenset[str]:
+        """Weights that its manifest says to have been rounded for their inputs."""
+        return self._declared(LEARNED)
+
+    def _declared(self, key: str) -> frozenset[str]:
         try:
             held = read_json(self.source.folder / MANIFEST).get("quantized")
         except ZayaError:
             return frozenset()
         entries = held.items() if isinstance(held, dict) else ()
-        return frozenset(name for name, facts in entries if isinstance(facts, dict) and facts.get(SMOOTHED) is True)
+        return frozenset(name for name, facts in entries if isinstance(facts, dict) and facts.get(key) is True)
 
     @property
     def native(self) -> bool:

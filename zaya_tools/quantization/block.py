@@ -73,7 +73,11 @@ class BlockWork:
             for parameter, made in self._site(number):
                 for part, one in zip(NATIVE_PER_EXPERT.parts(parameter, self._a), made, strict=True):
                     stored |= {_stored_name(part, suffix): _alone(tensor) for suffix, tensor in one.tensors.items()}
-                    facts[part.name] = {**asdict(one.facts), "smoothed": self._is_smoothed(parameter, part.name)}
+                    facts[part.name] = {
+                        "lost": asdict(one.facts),
+                        "smoothed": self._is_smoothed(parameter, part.name),
+                        "learned": self._decisions[parameter.name].observer in INFORMED,
+                    }
         return stored, {"facts": facts, "sources": self._sources}
 
     def recall(self, stored: Mapping[str, Tensor]) -> None:

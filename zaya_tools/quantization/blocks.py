@@ -111,6 +111,7 @@ class Record:
 
     facts: Mapping[str, Facts]
     smoothed: Set[str]
+    learned: Set[str]
     sources: Mapping[str, Segment]
 
 
@@ -118,12 +119,13 @@ def record_of(space: Workspace, blocks: int) -> Record:
     """The record of all blocks, once they are done."""
     found: dict[str, Facts] = {}
     smoothed: set[str] = set()
+    learned: set[str] = set()
     sources: dict[str, Segment] = {}
     for index in range(blocks):
         record = space.read(_record(index)) or {"facts": {}, "sources": {}}
         sources |= {name: Segment(name, 0, **held) for name, held in record["sources"].items()}
         for name, held in record["facts"].items():
-            if held.pop("smoothed"):
-                smoothed.add(name)
-            found[name] = Facts(**held)
-    return Record(found, smoothed, sources)
+            found[name] = Facts(**held["lost"])
+            smoothed |= {name} if held["smoothed"] else set()
+            learned |= {name} if held["learned"] else set()
+    return Record(found, smoothed, learned, sources)

@@ -25,7 +25,7 @@ from zaya_tools.checkpoint.header import read_header
 from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard, stamps
 from zaya_tools.checkpoint.pump import Segment, ShardDigest
 from zaya_tools.errors import DestinationError, ZayaError
-from zaya_tools.evaluation.opened import SMOOTHED
+from zaya_tools.evaluation.opened import LEARNED, SMOOTHED
 from zaya_tools.evaluation.validation import DTYPES
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.model.streaming import BUDGET
@@ -235,8 +235,9 @@ def _collect(space: Workspace, blocks: int, work: Quantization) -> Prepared:
         if weights:
             own = [record.facts[weight] for weight in weights]
             found[name] = {"scheme": output.matrix.scheme.name, **sum(own[1:], own[0]).as_dict()}
-        if record.smoothed & set(weights):
-            found[name] = {**found[name], SMOOTHED: True}
+        for key, names in ((SMOOTHED, record.smoothed), (LEARNED, record.learned)):
+            if names & set(weights):
+                found[name] = {**found[name], key: True}
     return Prepared(tensors, found, stems, record.sources)
 
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
+import threading
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -89,8 +91,62 @@ def test_what_is_missing_in_a_file_is_named(tmp_path: Path) -> None:
         list(documents(jsonl(tmp_path / "b.jsonl", [{"text": 5}])))
     with pytest.raises(ZayaError, match=r"line 1 .*: it is not an object"):
         list(documents(jsonl(tmp_path / "c.jsonl", [[1, 2]])))
-    with pytest.raises(ZayaError, match=r"d\.jsonl is not JSON line by line"):
-        list(documents(jsonl(tmp_path / "d.jsonl", ["{'text': 1}"])))
+    with pytest.raises(ZayaError, match="line 1 has no text in 'text': it holds a number"):
+        list(documents(jsonl(tmp_path / "d.jsonl", [{"text": 5}])))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{'text': 1}", "[" * 200_000, '{"a":' * 200_000, '{"text": ' + "9" * 6000 + "}", '{"text": "x"', '{"text": "\t"}'],
+)
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: str, before: int) -> None:
+    data = jsonl(tmp_path / "a.jsonl", [*[{"text": "x"}] * before, line])
+    with pytest.raises(ZayaError, match=rf"^a\.jsonl, line {before + 1} is not JSON that can be read \(") as caught:
+        list(documents(data))
+    assert caught.value.hint
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a", "-"])
+def test_the_mark_of_utf8_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    content = '{"text": "first"}\r\n\r\n{"text": "second"}\r\n' if name == "a.jsonl" else "first"
+    stdin(monkeypatch, b"\xef\xbb\xbf" + content.encode())
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content.encode())
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    found = list(documents("-" if name == "-" else str(tmp_path / name)))
+    assert found == (["first", "second"] if name == "a.jsonl" else ["first"])
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.jsonl"])
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path, name: str) -> None:
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    content = '{"text": "from a pipe"}' if name.endswith("jsonl") else "from a pipe"
+    writer = threading.Thread(target=pipe.write_text, args=(content,))
+    writer.start()
+    assert list(documents(str(pipe))) == ["from a pipe"]
+    writer.join()
+
+
+def test_the_descriptor_of_a_shells_substitution_is_read() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"from a shell")
+        os.close(writing)
+        assert list(documents(f"/dev/fd/{reading}")) == ["from a shell"]
+    finally:
+        os.close(reading)
+
+
+def test_what_can_be_read_as_no_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ZayaError, match="is a folder") as caught:
+        list(documents(str(tmp_path)))
+    assert caught.value.hint
+    pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / "a.parquet")
+    with pytest.raises(ZayaError, match=r"a\.parquet is a pipe"):
+        list(documents(str(tmp_path / "a.parquet")))
 
 
 def test_what_is_wrong_in_a_parquet_file_is_named(tmp_path: Path) -> None:
@@ -109,7 +165,7 @@ def test_what_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = b'{"text": "caf\xe9"}'
     (tmp_path / source).write_bytes(data)
     stdin(monkeypatch, data)
-    name = "standard input" if source == "-" else source
+    name = {"-": "standard input", "a.jsonl": "a.jsonl, line 1"}.get(source, source)
     with pytest.raises(ZayaError, match=rf"{name} is not UTF-8 text \(.* at byte 13\)"):
         list(documents("-" if source == "-" else str(tmp_path / source)))
 
@@ -156,7 +212,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, rows: Iterable[Any] | Exception) -> lis
 @pytest.mark.parametrize(
     ("data", "call"),
     [
-        ("wiki", ("wiki", None, "test", True)),
         ("org/wiki", ("org/wiki", None, "test", True)),
         ("org/wiki:raw-v1", ("org/wiki", "raw-v1", "test", True)),
         ("org/wiki:raw-v1@train", ("org/wiki", "raw-v1", "train", True)),
@@ -172,7 +227,7 @@ def test_a_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch, data: str, call:
 
 def test_faults_of_a_dataset_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, [{"body": "b"}])
-    with pytest.raises(ZayaError, match="org/wiki has no text in 'text': its fields are body"):
+    with pytest.raises(ZayaError, match="org/wiki, row 1 has no text in 'text': its fields are body"):
         list(documents("org/wiki"))
     for error in (ConnectionError("offline\nmore"), ValueError("no split"), FileNotFoundError("gone"), OSError()):
         hub(monkeypatch, error)
@@ -246,7 +301,20 @@ def test_the_end_of_a_text_is_what_the_config_says(tmp_path: Path, config: Any, 
     assert tokens[2:] == ([] if end is None else [end])
 
 
-@pytest.mark.parametrize("name", ["nosuch.txt", "nosuch.jsonl", "nosuch.parquet"])
-def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(ZayaError, match=f"there is no file {name}$"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nosuch.txt", "nosuch.jsonl", "nosuch.parquet", "nosuch", "name:config@split", "./org/name", "./name",
+        "../name",
+        "/org/name", "~/name", "org/name/more", "folder/nosuch.txt", "folder/nosuch.jsonl", "folder/nosuch.csv",
+        "folder/nosuch.json.gz", "org/", "/", "", "x" * 5000, "nul\0", "\ud800",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What no hub dataset is called fails at once: the network would be asked, and be slow."""
+    calls = hub(monkeypatch, [{"text": "x"}])
+    with pytest.raises(ZayaError) as caught:
         list(documents(name))
+    assert caught.value.message.startswith(("there is no file", "/ is a folder", ". is a folder"))
+    assert caught.value.hint
+    assert not calls

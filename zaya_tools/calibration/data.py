@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zaya_tools.calibration.chat import chat_renderer
+from zaya_tools.calibration.chat import ChatRenderer
 from zaya_tools.errors import ZayaError
 from zaya_tools.evaluation.text import FIELD, LIBRARY, documents, end_token, read_tokenizer
 
@@ -33,11 +33,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sample:
-    """`ids` int64 [windows, context]; `passages` were read, of which `duplicates` were left out."""
+    """`ids` int64 [windows, context]; `passages` were read, of which `duplicates` were left out.
+
+    `unusable` conversations gave no text, the first of them for `reason`.
+    """
 
     ids: Tensor
     passages: int
     duplicates: int
+    unusable: int = 0
+    reason: str = ""
 
     @property
     def digest(self) -> str:
@@ -45,27 +50,37 @@ class Sample:
         return blake2b(self.ids.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def sample(choice: Choice, tokenizer: Path, vocabulary: int, *, pool: int = 1) -> Sample:
+def sample(choice: Choice, tokenizer: Path, vocabulary: int, *, pool: int = 1, positions: int | None = None) -> Sample:
     """Windows of tokens by the tokenizer in the folder `tokenizer`: `pool` times the samples that are asked for.
 
     Documents longer than a passage are cut at line ends, equal passages are used once, and passages come in an order
     that the seed and their contents alone decide. Windows are full: passages follow one another with the end-of-text
     token between, and the rest that fills no window is left out. Fewer windows come where the data have no more.
-    ZayaError for settings that make no sense and for data without a single window.
+    ZayaError for settings that make no sense, windows longer than the `positions` of a model among them, and for data
+    without a single window.
     """
     if choice.samples < 1 or choice.context < 2:
         raise ZayaError(f"{choice.samples} samples of {choice.context} tokens", "take at least 1 of 2 tokens")
+    if positions is not None and choice.context > positions:
+        raise ZayaError(
+            f"a context of {choice.context:,} tokens, where the model has {positions:,} positions", "take a shorter one"
+        )
+    if choice.seed.bit_length() > 63:
+        raise ZayaError(f"a seed of {choice.seed.bit_length():,} bits", "take one of at most 63")
     encoder = read_tokenizer(tokenizer)
     wanted = pool * choice.samples * choice.context
     unique: dict[bytes, str] = {}
     read = passages = 0
-    for document in documents(choice.data, choice.field, chat=chat_renderer(tokenizer), split="train"):
+    chat = ChatRenderer(tokenizer)
+    for document in documents(choice.data, choice.field, chat=chat, split="train"):
         for passage in _passages(document):
             passages += 1
             unique.setdefault(_key(choice.seed, passage), passage)
             read += len(passage)
         if read >= max(READ * wanted, 1 << 24):
             break
+    if not unique:
+        chat.check()
     end = end_token(tokenizer)
     tokens: list[int] = []
     for _, passage in sorted(unique.items()):
@@ -86,7 +101,7 @@ def sample(choice: Choice, tokenizer: Path, vocabulary: int, *, pool: int = 1) -
             f"the tokenizer gives token {int(ids.max())}, the model has {vocabulary:,}",
             "give the model's own tokenizer with --tokenizer",
         )
-    return Sample(ids, passages, passages - len(unique))
+    return Sample(ids, passages, passages - len(unique), chat.unusable, chat.reason)
 
 
 def _key(seed: int, passage: str) -> bytes:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_tools.calibration.moments import Gathering
+from zaya_tools.calibration.moments import LARGEST, RANK, Gathering, Moments
 from zaya_tools.errors import NonFiniteError
 
 CPU = torch.device("cpu")
@@ -57,3 +57,40 @@ def test_numbers_that_are_none_are_named_by_expert(bad: float) -> None:
     gathering = Gathering("block 3, input of down_proj", 8, 2, CPU)
     with pytest.raises(NonFiniteError, match="block 3, input of down_proj, expert 5"):
         gathering.add(5, torch.tensor([[0.0, 1.0], [bad, 1.0]]))
+
+
+@given(
+    exponent=st.floats(-60, 38.4), rows=st.integers(1, 64), width=st.integers(1, 64), negative=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_figures_are_finite_or_the_run_stops(
+    exponent: float, rows: int, width: int, negative: bool, dtype: torch.dtype
+) -> None:
+    """Whatever the magnitude, no figure of it overflows: what is too large is told by block and expert."""
+    size = min(10.0**exponent, torch.finfo(dtype).max) * (-1 if negative else 1)
+    gathering = Gathering("block 3, input of down_proj", 8, width, CPU)
+    rows_of_it = torch.full((rows, width), size, dtype=dtype)
+    if abs(float(rows_of_it[0, 0])) > LARGEST:
+        with pytest.raises(NonFiniteError, match="block 3, input of down_proj, expert 5: activations reach"):
+            gathering.add(5, rows_of_it)
+    else:
+        gathering.add(5, rows_of_it)
+        check_finite(gathering.moments())
+
+
+def check_finite(moments: Moments) -> None:
+    for kind in (moments.amax, moments.channel_amax, moments.second_moment, moments.mean_abs, moments.sketch):
+        assert bool(torch.isfinite(kind).all())
+
+
+def test_the_largest_that_is_taken_overflows_nothing_in_the_longest_runs() -> None:
+    """As many rows and channels as any model has, by exact arithmetic on powers of two."""
+    rows, width = 131_072, 16_384
+    assert LARGEST**2 * rows * width < torch.finfo(torch.float32).max
+    gathering = Gathering("x", 1, 4096, CPU)
+    for _ in range(3):
+        gathering.add(0, torch.full((2048, 4096), LARGEST))
+    found = gathering.moments()
+    check_finite(found)
+    assert float(found.second_moment[0, 0]) == LARGEST**2
+    assert found.sketch.shape == (1, 4096, RANK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
@@ -15,6 +16,13 @@ STEPS = 16
 BINS = (OCTAVES[1] - OCTAVES[0]) * STEPS
 """Bins of the histogram of magnitudes: 16 an octave from 2**-24 to 2**16, the outermost ones open."""
 _COUNTED = 256
+LARGEST = 2.0**48
+"""Magnitude (2.8e14) past which no activation is taken for one.
+
+Below it nothing here overflows float32: its square is 2**96, and the sketch adds rows times width of those, at most
+2**31 (131,072 tokens at once of 16,384 channels).
+"""
+OVERFLOW = "the model overflows on this text: check the source with `zaya validate`"
 RANK = 32
 """Directions of the sketch of an input's second moments."""
 
@@ -68,16 +76,18 @@ class Gathering:
         self._sketch = torch.zeros(parts, width, RANK, dtype=torch.float64, device=device)
 
     def add(self, part: int, rows: Tensor) -> None:
-        """Take activations [rows, width] of any floating dtype; NonFiniteError where one is NaN or infinite."""
+        """Take activations [rows, width] of any floating dtype.
+
+        NonFiniteError where one is NaN, infinite or so large that figures of it could not be kept.
+        """
         values = rows.detach().float()
         size = values.abs()
         largest = size.amax(0)
-        if not bool(largest.sum().isfinite()):
+        top = float(largest.max())  # NaN where one is
+        if not top <= LARGEST:
             which = f", expert {part}" if self.parts > 1 else ""
-            raise NonFiniteError(
-                f"{self.name}{which}: activations are NaN or infinite",
-                "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
-            )
+            what = f"reach {top:.2g}" if isfinite(top) else "are NaN or infinite"
+            raise NonFiniteError(f"{self.name}{which}: activations {what}", OVERFLOW)
         self._tokens[part] += len(rows)
         torch.maximum(self._amax[part], largest, out=self._amax[part])
         self._sums[part] += size.sum(0)

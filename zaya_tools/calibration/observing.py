@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
-from zaya_tools.calibration.moments import Gathering, Moments
+from zaya_tools.calibration.moments import OVERFLOW, Gathering, Moments
 from zaya_tools.errors import LayoutError, NonFiniteError
 from zaya_tools.model.block import Block
 from zaya_tools.model.experts import DenseExperts
@@ -69,10 +69,7 @@ class SeenExperts:
         self.within(expert, middle)
         out = self.inner.outer(expert, middle)
         if not bool(out.abs().amax().isfinite()):
-            raise NonFiniteError(
-                f"{self.name}, expert {expert}: its output is NaN or infinite",
-                "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
-            )
+            raise NonFiniteError(f"{self.name}, expert {expert}: its output is NaN or infinite", OVERFLOW)
         return out
 
 

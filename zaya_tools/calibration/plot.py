@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -14,11 +15,15 @@ ENDINGS = (".svg", ".html")
 
 
 def check_ending(file: Path) -> None:
-    """ZayaError for a file name whose ending says no format that a picture can have."""
+    """ZayaError for a file name whose ending says no format that a picture can have, and where none can be written."""
     if file.suffix not in ENDINGS:
         raise ZayaError(f"{file.name} has no ending of a picture", f"choose {' or '.join(ENDINGS)}")
     if not file.absolute().parent.is_dir():
         raise DestinationError(f"the folder {file.parent} does not exist", "create it first")
+    if file.is_dir():
+        raise DestinationError(f"{file} is a folder", "name a file in it")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise DestinationError(f"{file} cannot be written", "choose another place")
 
 
 def write_plot(statistics: Statistics, file: Path) -> None:

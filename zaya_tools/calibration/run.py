@@ -16,17 +16,29 @@ from torch import Tensor
 
 from zaya_tools import __version__
 from zaya_tools.calibration.balance import choose
+from zaya_tools.calibration.broken import explaining
 from zaya_tools.calibration.data import Choice, Sample, sample
 from zaya_tools.calibration.identity import identity
-from zaya_tools.calibration.moments import Moments
+from zaya_tools.calibration.moments import OVERFLOW, Moments
 from zaya_tools.calibration.observing import Observer
-from zaya_tools.calibration.statistics import BlockCoverage, Statistics, moments_of, save, tensors
+from zaya_tools.calibration.place import check_destination, finished, stamp_of
+from zaya_tools.calibration.statistics import (
+    BlockCoverage,
+    Statistics,
+    json_file,
+    load,
+    moments_of,
+    read_document,
+    save,
+    tensors,
+)
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
-from zaya_tools.checkpoint.destination import settle
-from zaya_tools.checkpoint.hub import locate
+from zaya_tools.checkpoint.destination import partial_folder, settle
+from zaya_tools.checkpoint.hub import expand, locate
 from zaya_tools.checkpoint.plan import stamps
 from zaya_tools.errors import DestinationError, LayoutError, NonFiniteError, ZayaError
 from zaya_tools.evaluation.validation import DTYPES
+from zaya_tools.model.block import Block
 from zaya_tools.model.device import choose_device
 from zaya_tools.model.ends import Ends
 from zaya_tools.model.streaming import BUDGET, Layer, Stream
@@ -70,12 +82,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The statistics and where they are. `starved` are the experts below the least number of tokens asked for."""
+    """The statistics and where they are. `starved` are the experts below the least number of tokens asked for.
+
+    `already_complete` says that a resumed run found nothing left to do.
+    """
 
     file: Path
     statistics: Statistics
     document: dict[str, Any]
     starved: tuple[tuple[int, int, int], ...]
+    already_complete: bool = False
 
 
 def calibrate(
@@ -93,51 +109,74 @@ def calibrate(
         raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
     file = statistics_file(destination)
     folder, name = locate(str(model))
-    _check_destination(file, folder, force or resume)
+    check_destination(file, folder, force or resume)
     weights = Weights.open(folder, dtype=DTYPES[wanted.dtype], device=choose_device(wanted.device))
+    a = weights.architecture
     if weights.found.quantized:
         raise LayoutError(f"{name} is quantized already", "calibrate the checkpoint that it was made from")
-    tokenizer = Path(wanted.tokenizer).expanduser() if wanted.tokenizer else weights.source.side_folder
-    drawn = sample(wanted.choice, tokenizer, weights.architecture.vocab_size, pool=POOL if wanted.balance else 1)
+    tokenizer = expand(wanted.tokenizer) if wanted.tokenizer else weights.source.side_folder
+    pool = POOL if wanted.balance else 1
+    drawn = sample(wanted.choice, tokenizer, a.vocab_size, pool=pool, positions=a.max_positions)
     who = identity(weights.found)
     options = {**asdict(wanted.choice), "balance": wanted.balance, "dtype": wanted.dtype}
-    stamp = _fingerprint(weights, drawn, {**options, "device": weights.device.type})
-    with open_workspace(file, stamp, resume=resume, force=force, every=wanted.every) as space:
+    # What the figures depend on. An unfinished run is tied to the very files as well: they might change in between.
+    stamp = _digest(
+        __version__, torch.__version__, who, a.as_dict(), drawn.digest, {**options, "device": weights.device.type}
+    )
+    run_stamp = _digest(stamp, stamps(weights.source.headers))
+    if resume and not force and finished(file) and _complete(file, stamp):
+        found, document = load(file, a, who), read_document(file)
+        if partial_folder(file).is_dir():  # a kill came before it was gone
+            with open_workspace(file, run_stamp, resume=True, force=False):
+                pass
+        return Calibrated(file, found, document, found.starved(wanted.min_expert_tokens), already_complete=True)
+    with open_workspace(file, run_stamp, resume=resume, force=force, every=wanted.every) as space:
         run = Pass(weights, weights.ends(), space, wanted.budget, report or (lambda _: None))
         ids = run.balanced(drawn, wanted.choice.samples) if wanted.balance else drawn.ids
         moments, blocks = run.measure(ids)
         facts = {
             "tool": {"zaya_tools": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "stamp": stamp,
             "model": name,
             "data": {**options, "windows": len(ids), "tokens": ids.numel(), "passages": drawn.passages,
-                     "duplicates": drawn.duplicates, "digest": Sample(ids, 0, 0).digest},
-            "experts": weights.architecture.experts,
+                     "duplicates": drawn.duplicates, "unusable_conversations": drawn.unusable,
+                     "unusable_first": drawn.reason,
+                     "digest": Sample(ids, 0, 0).digest},
+            "experts": a.experts,
         }  # fmt: skip
         found = Statistics(moments, blocks, who, facts)
-        save(found, weights.architecture, file)
-    document = found.document(weights.architecture)
+        check_destination(file, folder, replace=True)  # what came there meanwhile is nobody's to replace
+        document = save(found, a, file, space.folder)
     return Calibrated(file, found, document, found.starved(wanted.min_expert_tokens))
 
 
 def statistics_file(destination: str | Path) -> Path:
-    """The safetensors file that a name means: with that ending, whether or not it was given."""
-    file = settle(destination)
+    """The safetensors file that a name means: with that ending, whether it, `.json` or neither was given."""
+    path = expand(destination)
+    if path.name in ("", "..") or "\0" in path.name:
+        raise ZayaError(f"{str(destination)!r} is no name for a file of statistics", "give one, like stats.safetensors")
+    file = settle(path)
+    if file.suffix == ".json":
+        return file.with_suffix(".safetensors")
     return file if file.suffix == ".safetensors" else file.with_name(f"{file.name}.safetensors")
 
 
-def _check_destination(file: Path, model: Path, replace: bool) -> None:
-    if file.is_dir():
-        raise DestinationError(f"{file} is a folder", "name a file for the statistics")
-    if not file.parent.is_dir():
-        raise DestinationError(f"the folder {file.parent} does not exist", "create it first")
-    if file.resolve().parent.is_relative_to(model.resolve()):
-        raise DestinationError(f"{file} would be written into the checkpoint {model}", "choose another place")
-    if file.exists() and not replace:
-        raise DestinationError(f"{file} already exists", "choose another name, or --force to replace it")
+def _complete(file: Path, stamp: str) -> bool:
+    """Whether what stands at `file` is of this very run; False where an unfinished run is to go on first.
+
+    DestinationError for all else that may stand there.
+    """
+    if stamp_of(file) == stamp:
+        return True
+    if stamp_of(file) is None and not json_file(file).exists() and partial_folder(file).is_dir():
+        return False  # a kill came between the two files
+    raise DestinationError(
+        f"{file} is of another model, other data, other options or another version",
+        "choose another name, or --force to replace it",
+    )
 
 
-def _fingerprint(weights: Weights, drawn: Sample, options: dict[str, Any]) -> str:
-    facts = [__version__, torch.__version__, stamps(weights.source.headers), drawn.digest, options]
+def _digest(*facts: Any) -> str:
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -170,7 +209,7 @@ class Pass:
             counts[:, index] = self.space.read_tensors(f"block-routing-{index}")["counts"]
         started = time.monotonic()
         for index, block in enumerate(self.weights.blocks(done + 1), done + 1):
-            layer = states.run(index, block)
+            layer = self._through(states, index, block)
             counts[:, index] = _by_sequence(layer, a.experts)
             self.space.write_tensors(f"block-routing-{index}", {"counts": counts[:, index].contiguous()})
             self._done("routing", states, layer, 0.0, time.monotonic() - started)
@@ -197,9 +236,7 @@ class Pass:
         started = time.monotonic()
         for index, block in enumerate(self.weights.blocks(done + 1), done + 1):
             observer = Observer(a, index, block, self.weights.device)
-            with torch.inference_mode():
-                layer = states.run(index, observer.block)
-            check_finite(states, index)
+            layer = self._through(states, index, observer.block)
             own = observer.moments()
             moments |= own
             self.space.write_tensors(f"block-measured-{index}", tensors(own, a, (index,)))
@@ -208,6 +245,15 @@ class Pass:
         # They are large, and all that was wanted of them is kept by now.
         self.space.forget_states("measuring")
         return moments, tuple(blocks)
+
+    def _through(self, states: Stream, index: int, block: Block) -> Layer:
+        """Run a block; NonFiniteError, with its cause, where numbers in it are not finite."""
+        with explaining(self.weights, index), torch.inference_mode():
+            if not bool(block.router.balancing.isfinite().all()):  # every choice would be of a class that is no number
+                raise NonFiniteError(f"block {index}: what balances its router is NaN or infinite", OVERFLOW)
+            layer = states.run(index, block)
+            check_finite(states, index)
+        return layer
 
     def _done(self, stage: str, states: Stream, layer: Layer, entropy: float, seconds: float) -> BlockCoverage:
         a = self.weights.architecture
@@ -225,10 +271,7 @@ def check_finite(states: Stream, block: int) -> None:
     for start in range(0, states.hidden.shape[0], states.step):
         stop = min(start + states.step, states.hidden.shape[0])
         if not bool(states.hidden.read(start, stop).sum().isfinite()):
-            raise NonFiniteError(
-                f"block {block}: its output is NaN or infinite",
-                "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
-            )
+            raise NonFiniteError(f"block {block}: its output is NaN or infinite", OVERFLOW)
 
 
 def _by_sequence(layer: Layer, experts: int) -> Tensor:

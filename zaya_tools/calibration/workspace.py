@@ -22,6 +22,8 @@ from zaya_tools.model.streaming import Stream
 
 _STATE, _LOCK = "state.json", "lock"
 _OURS = ("state.json", "lock", "states-", "block-", "chosen-", ".unfinished-")
+_BESIDE = (".blocks", ".auto")
+"""What work on an output adds to its name here, so that several kinds of it have folders of their own."""
 EVERY = 60.0
 """Seconds after which the states are saved again: they are large, so not after each of many short blocks."""
 _OFTEN = 10**9
@@ -159,6 +161,7 @@ def open_workspace(
     and where `resume` finds one of other data, options or another model. A run that bad numbers end leaves nothing.
     """
     folder = partial_folder(destination)
+    shown = destination.with_suffix("") if destination.suffix in _BESIDE else destination
     if folder.is_symlink():
         raise DestinationError(f"{folder} is a link, not the work of an unfinished run", "move it away")
     folder.mkdir(exist_ok=True)
@@ -173,17 +176,17 @@ def open_workspace(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DestinationError(
-                f"another zaya process is writing {destination}", "wait for it, or choose another name"
+                f"another zaya process is writing {shown}", "wait for it, or choose another name"
             ) from error
         space = Workspace(folder, every)
         found = space.read(_STATE)
         if found is not None and not resume and not force:
             raise DestinationError(
-                f"an unfinished run for {destination} is in {folder}", "--resume continues it, --force starts again"
+                f"an unfinished run for {shown} is in {folder}", "--resume continues it, --force starts again"
             )
         if found is not None and resume and found.get("fingerprint") != fingerprint:
             raise DestinationError(
-                f"the unfinished run for {destination} was of another model, other data or other options",
+                f"the unfinished run for {shown} was of another model, other data or other options",
                 "--force without --resume starts again",
             )
         if found is None or not resume:

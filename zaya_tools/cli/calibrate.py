@@ -24,8 +24,8 @@ def calibrate(
     data: Annotated[
         str,
         typer.Option(
-            help="Text or conversations: a file (.txt, .jsonl, .parquet), - for stdin, a hub dataset "
-            "name:config@split, or library (Python's own sources)."
+            help="Text or conversations: a file or pipe (.txt, .jsonl, .parquet), - for stdin, a hub dataset "
+            "ORG/NAME:CONFIG@SPLIT, or library (Python's own sources)."
         ),
     ] = "library",
     field: Annotated[str, typer.Option(help="Field of jsonl, parquet and datasets with text or turns.")] = "text",
@@ -48,7 +48,9 @@ def calibrate(
         Path | None, typer.Option(metavar="FILE", help="Draw the coverage: .svg or .html.", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same settings.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace STATS, and what an unfinished run left.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace statistics of that name, and what an unfinished run left.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Run text through a model block by block and keep what its activations are like, for recipes that need to know."""
@@ -75,7 +77,8 @@ def calibrate(
         )  # fmt: skip
     if plot is not None:
         write_plot(result.statistics, plot)
-    out.document({"statistics": str(result.file), "min_expert_tokens": min_expert_tokens,
+    out.document({"statistics": str(result.file), "already_complete": result.already_complete,
+                  "min_expert_tokens": min_expert_tokens,
                   "below": [{"block": b, "expert": e, "tokens": n} for b, e, n in result.starved],
                   **result.document})  # fmt: skip
     show(out, result)
@@ -126,4 +129,8 @@ def show(out: Output, result: Calibrated) -> None:
             out.text(f"and {len(never) - _LISTED:,} more")
             break
         out.text(f"never reached: block {block}, expert {expert}")
-    out.heading(f"wrote {result.file}")
+    if data["windows"] < data["samples"]:
+        out.warn(f"the data give {data['windows']:,} sequences of the {data['samples']:,} asked for: all are used")
+    if data["unusable_conversations"]:
+        out.warn(f"{data['unusable_conversations']:,} conversations gave no text: {data['unusable_first']}")
+    out.heading(f"{result.file} is already complete" if result.already_complete else f"wrote {result.file}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,23 @@ def test_auto_writes_down_what_it_chose(zaya: Zaya, tmp_path: Path) -> None:
     dry = zaya("quantize", TINY, tmp_path / "dry", *options, "--target-bits", "6", "--dry-run")
     assert "name: auto" in dry.out
     assert not (tmp_path / "dry").exists()
+
+
+def test_what_the_data_lack_is_said(zaya: Zaya, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 40)
+    data = ("--data", tmp_path / "text.txt", "--samples", "99", "--context", "64")
+    found = zaya("quantize", TINY, tmp_path / "out", "--recipe", "int4-imatrix", *data)
+    assert found.code == 0
+    assert "sequences of the 99 asked for: all are used" in found.err
+    auto = ("quantize", TINY, tmp_path / "other", "--recipe", "auto", "--target-bits", "9", "--data")
+    learned = ("quantize", TINY, tmp_path / "other", "--recipe", "int4-imatrix", "--data", "library")
+    for command in (learned, (*auto, "library"), ("validate", TINY)):
+        message, hint = zaya(*command, "--context", "300000").error()
+        assert message == "a context of 300,000 tokens, where the model has 1,024 positions"
+        assert hint == "take a shorter one"
+    os.mkfifo(tmp_path / "pipe")
+    found = zaya(*auto, tmp_path / "pipe")
+    assert found.error() == ("auto reads its data twice, and a pipe can be read once", "give a file to --data")
 
 
 def test_a_target_is_for_auto_alone(zaya: Zaya, tmp_path: Path) -> None:

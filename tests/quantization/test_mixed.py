@@ -182,7 +182,7 @@ def test_what_is_missing_is_said(tmp_path: Path, statistics: Path) -> None:
         choose_recipe(TINY, tmp_path / "out", given, size=10, bits=4.0)
     with pytest.raises(ZayaError, match="needs to know its inputs"):
         choose_recipe(TINY, tmp_path / "out", Calibration(), bits=5.0)
-    with pytest.raises(ZayaError, match="standard input can be read once"):
+    with pytest.raises(ZayaError, match="a pipe can be read once"):
         choose_recipe(TINY, tmp_path / "out", Calibration(choice=Choice("-")), bits=5.0)
     with pytest.raises(ZayaError, match="the smallest checkpoint of these schemes has"):
         choose_recipe(TINY, tmp_path / "out", given, bits=3.0)

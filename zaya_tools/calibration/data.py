@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zaya_tools.calibration.chat import ChatRenderer
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation.text import FIELD, LIBRARY, documents, end_token, read_tokenizer
+from zaya_tools.evaluation.text import FIELD, LIBRARY, STDIN, documents, end_token, read_tokenizer
 
 PASSAGE = 16_384
 """Characters of a long document that stay together when passages are shuffled."""
@@ -29,6 +29,19 @@ class Choice:
     samples: int = 256
     context: int = 512
     seed: int = 0
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the data can be read more than once, as standard input and pipes cannot."""
+        return self.data != STDIN and not Path(self.data).is_fifo()
+
+
+def shortfalls(windows: int, samples: int, unusable: int, reason: str) -> Iterator[str]:
+    """What a person should know of data that gave fewer windows than were asked for, or conversations without text."""
+    if windows < samples:
+        yield f"the data give {windows:,} sequences of the {samples:,} asked for: all are used"
+    if unusable:
+        yield f"{unusable:,} conversations gave no text: {reason}"
 
 
 @dataclass(frozen=True)

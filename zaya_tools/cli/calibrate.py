@@ -102,6 +102,8 @@ def progress_line(done: Progress) -> str:
 
 def show(out: Output, result: Calibrated) -> None:
     """Coverage by block, and which experts no token reached."""
+    from zaya_tools.calibration.data import shortfalls
+
     statistics = result.statistics
     out.table(
         "Coverage",
@@ -129,8 +131,7 @@ def show(out: Output, result: Calibrated) -> None:
             out.text(f"and {len(never) - _LISTED:,} more")
             break
         out.text(f"never reached: block {block}, expert {expert}")
-    if data["windows"] < data["samples"]:
-        out.warn(f"the data give {data['windows']:,} sequences of the {data['samples']:,} asked for: all are used")
-    if data["unusable_conversations"]:
-        out.warn(f"{data['unusable_conversations']:,} conversations gave no text: {data['unusable_first']}")
+    lost = (data["unusable_conversations"], data["unusable_first"])
+    for line in shortfalls(data["windows"], data["samples"], *lost):
+        out.warn(line)
     out.heading(f"{result.file} is already complete" if result.already_complete else f"wrote {result.file}")

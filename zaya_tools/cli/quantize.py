@@ -144,7 +144,7 @@ def quantize(
                 source, destination, device=device, resume=resume, force=force, workers=workers, advance=advance,
                 planned=work, calibration=calibration,
                 report=(lambda stage: step(stage.block + 1, stage.blocks, stage.name)) if step else None,
-                files=auto.files if auto else None,
+                files=auto.files if auto else None, warn=out.warn,
             )  # fmt: skip
         measured = facts(result) if not result.already_complete else recorded(result.destination)
         out.document({

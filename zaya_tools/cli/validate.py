@@ -38,7 +38,7 @@ def validate(
     ] = None,
     data: Annotated[
         str,
-        typer.Option(help="Text: a file (.txt, .jsonl, .parquet), - for stdin, or a hub dataset name:config@split."),
+        typer.Option(help="Text: a file or pipe (.txt, .jsonl, .parquet), -, or a hub dataset ORG/NAME:CONFIG@SPLIT."),
     ] = "held-out",
     field: Annotated[str, typer.Option(help="Field of jsonl, parquet and datasets that holds the text.")] = "text",
     tokenizer: Annotated[

@@ -16,6 +16,7 @@ from zaya_tools.training.corpus import held_out_text, training_documents
 
 HELD_OUT = "held-out"
 LIBRARY = "library"
+STDIN = "-"
 FIELD = "text"
 CHATS = ("messages", "conversations")
 """Fields in which data sets keep a conversation's turns."""
@@ -35,7 +36,7 @@ def documents(data: str, field: str = FIELD, *, chat: Chat | None = None, split:
 
     `data` is "held-out" (sources of the standard library that the bundled model was not trained on), "library" (the
     other ones, a document each), "-" (standard input, one document), a file or pipe (.jsonl with `field` a line,
-    .parquet with a column of that name, anything else one document), or a hub dataset `org/name:config@split` where
+    .parquet with a column of that name, anything else one document), or a hub dataset `ORG/NAME:CONFIG@SPLIT` where
     the `datasets` package is installed; `split` stands where none is named. With `chat`, rows may hold a conversation
     instead, as a list of turns in `field`, `messages` or `conversations`. Raises ZayaError when there is no such thing,
     or no such field.
@@ -46,7 +47,7 @@ def documents(data: str, field: str = FIELD, *, chat: Chat | None = None, split:
     if data == LIBRARY:
         yield from training_documents()
         return
-    if data == "-":
+    if data == STDIN:
         yield from filter(None, [_decoded(sys.stdin.buffer.read(), "standard input")])
         return
     file = expand(data)

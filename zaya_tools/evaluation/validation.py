@@ -134,6 +134,11 @@ def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, s
             f"the tokenizer gives token {max(tokens)}, the model has {weights.architecture.vocab_size:,}",
             "give the model's own tokenizer with --tokenizer",
         )
+    positions = weights.architecture.max_positions
+    if min(wanted.context, len(tokens)) > positions:
+        raise ZayaError(
+            f"a context of {wanted.context:,} tokens, where the model has {positions:,} positions", "take a shorter one"
+        )
     results = []
     windows = cut(tokens, min(wanted.context, len(tokens)), wanted.stride)
     served = None

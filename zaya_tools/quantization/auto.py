@@ -177,13 +177,15 @@ def _plan(
         raise ZayaError(
             "recipe auto needs to know its inputs", "give --stats FILE, which `zaya calibrate` makes, or --data"
         )
-    if calibration.choice is not None and calibration.choice.data == "-":
-        raise ZayaError("auto reads its data twice, and standard input can be read once", "give a file to --data")
+    if calibration.choice is not None and not calibration.choice.repeatable:
+        raise ZayaError("auto reads its data twice, and a pipe can be read once", "give a file to --data")
     units = units_of(weights, planning.get("tensor_parallel", 1))
     # A target that cannot be met is known before anything is weighed.
     choose(units, plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units), target)
     folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.side_folder
-    drawn = sample(calibration.choice or Choice(), folder, weights.architecture.vocab_size)
+    a = weights.architecture
+    choice = calibration.choice or Choice(context=min(Choice().context, a.max_positions))
+    drawn = sample(choice, folder, a.vocab_size, positions=a.max_positions)
     observer = _observer(calibration)
     record = {
         "versions": [__version__, torch.__version__],

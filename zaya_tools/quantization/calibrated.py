@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from zaya_tools import __version__
-from zaya_tools.calibration.data import Choice, sample
+from zaya_tools.calibration.data import Choice, sample, shortfalls
 from zaya_tools.calibration.identity import identity
 from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.run import Pass, Progress, statistics_file
@@ -92,11 +92,12 @@ def lacking(work: Quantization, calibration: Calibration) -> ZayaError | None:
 
 @dataclass(frozen=True)
 class Learned:
-    """What is known before anything is run, and `record`, which tells it from anything else."""
+    """What is known before anything is run, `record`, which tells it from anything else, and notes for people."""
 
     weights: Weights
     known: Knowledge
     record: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def learn(work: Quantization, calibration: Calibration, device: torch.device, group: Group = ALONE) -> Learned:
@@ -115,11 +116,12 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
     weights = Weights(work.source, work.found, DTYPES[calibration.dtype], device)
     moments: Mapping[str, Moments] = {}
     ids: Tensor | None = None
+    notes: tuple[str, ...] = ()
     record: dict[str, Any] = {"dtype": calibration.dtype}
     if group.size > 1:
         record["processes"] = group.size  # sums over shares of the data are rounded otherwise
-        if calibration.choice is not None and calibration.choice.data == "-":
-            raise ZayaError("several processes cannot read one standard input", "give a file to --data")
+        if calibration.choice is not None and not calibration.choice.repeatable:
+            raise ZayaError("several processes cannot read one pipe", "give a file to --data")
     file = statistics_file(calibration.statistics) if calibration.statistics is not None else None
     if file is not None and needs_statistics(decisions):
         held = load(file, weights.architecture, identity(work.found))
@@ -128,10 +130,12 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
     if needs_passes(decisions) or not moments:
         assert calibration.choice is not None
         folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.side_folder
-        drawn = sample(calibration.choice, folder, weights.architecture.vocab_size)
+        a, choice = weights.architecture, calibration.choice
+        drawn = sample(choice, folder, a.vocab_size, positions=a.max_positions)
         ids = drawn.ids
+        notes = tuple(shortfalls(len(ids), choice.samples, drawn.unusable, drawn.reason))
         record["data"] = {**asdict(calibration.choice), "windows": len(ids), "digest": drawn.digest}
-    return Learned(weights, Knowledge(moments, ids), record)
+    return Learned(weights, Knowledge(moments, ids), record, notes)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -148,14 +148,15 @@ def quantize(
     calibration: Calibration | None = None,
     report: Report | None = None,
     files: Mapping[str, bytes] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Converted:
     """Quantize a checkpoint to `destination`, which appears whole or not at all.
 
     Options as in `plan_quantization`, whose result may be given as `planned`; `device` is auto, cpu, cuda or cuda:N,
     `workers` are threads (default: the cores and one more), `advance` is called with source bytes done. Recipes that
-    learn from inputs take them from `calibration`, and `report` is called after each block of theirs; `files` are
-    small ones to add, by name. Raises a ZayaError; after one, or after a kill, `resume=True` continues with the
-    shards, or blocks, that were finished.
+    learn from inputs take them from `calibration`, `warn` is told what the data lack, and `report` is called after each
+    block; `files` are small ones to add, by name. Raises a ZayaError; after one, or after a kill, `resume=True`
+    continues with the shards, or blocks, that were finished.
 
     Under `torchrun`, every process calls this: GPTQ's work on a block is shared out among them, each with a GPU of its
     own, and the first one writes.
@@ -174,7 +175,7 @@ def quantize(
         target_vllm=target_vllm, reading=reading,
     )  # fmt: skip
     threads = workers or (os.cpu_count() or 1) + 1
-    moved = advance or (lambda _: None)
+    moved, tell = advance or (lambda _: None), warn or (lambda _: None)
 
     def write(work: Quantization, done: Prepared | None) -> Converted:
         def one(shard: Shard, file: Path) -> ShardDigest:
@@ -209,6 +210,8 @@ def quantize(
             return led(work, None)
         given = calibration or Calibration()
         learned = group.run(lambda: learn(work, given, place, group))
+        for note in learned.notes:
+            tell(note)
         work = replace(work, options={**work.options, "calibration": dict(learned.record)})
         target = settle(destination)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zaya_tools.calibration.moments import Moments, directions
+from zaya_tools.calibration.moments import OVERFLOW, Moments, directions
 from zaya_tools.errors import NonFiniteError
 
 PRIOR = 2.0
@@ -73,10 +73,7 @@ class Hessians:
         self.tokens[part] += len(rows)
         if not bool(torch.diagonal(self._sums[part]).sum().isfinite()):
             which = f", expert {part}" if len(self.tokens) > 1 else ""
-            raise NonFiniteError(
-                f"{self.name}{which}: activations are NaN or infinite",
-                "the model overflows on this text: check the source with `zaya validate`, or compute in float32",
-            )
+            raise NonFiniteError(f"{self.name}{which}: activations are NaN or infinite", OVERFLOW)
 
     def pool(self, total: Callable[[Tensor], object]) -> None:
         """Add what other processes have seen: `total` turns a tensor into its sum over all of them."""

@@ -16,6 +16,9 @@ from zaya_tools.quantization.kernels import nearest
 from zaya_tools.quantization.polish import DAMPING, Rounded, damped, polish, spread
 from zaya_tools.quantization.scheme import Kind, Scheme
 
+SWEEPS = 1
+"""Of polishing. What the kernel leaves is nearly as good as it gets: the bundled checkpoint's KL is 0.0044 without,
+0.0042 after one sweep and 0.0041 after three, which take as long as all other work."""
 _BLOCK = 128
 _TYPES = {Kind.INT4: ("int", 4), Kind.INT8: ("int", 8), Kind.FLOAT8: ("float", 8)}
 
@@ -36,7 +39,7 @@ def kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 def gptq(
-    weights: Tensor, scales: Tensor, hessians: Tensor, scheme: Scheme, dtype: torch.dtype, *, sweeps: int = 3
+    weights: Tensor, scales: Tensor, hessians: Tensor, scheme: Scheme, dtype: torch.dtype, *, sweeps: int = SWEEPS
 ) -> Rounded:
     """Round weights [batch, rows, columns] under Hessians [batch, columns, columns] (means of x x^T).
 

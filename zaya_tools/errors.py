@@ -4,13 +4,9 @@ from __future__ import annotations
 
 
 class ZayaError(Exception):
-    """Wrong use or bad input. `exit_code` is what the command line returns for it.
-
-    `told` means that another process of the same run says it.
-    """
+    """Wrong use or bad input. `exit_code` is what the command line returns for it."""
 
     exit_code = 2
-    told = False
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)

@@ -114,6 +114,17 @@ def test_statistics_that_are_cut_off_can_be_replaced(calibrated: Calibrated, tmp
     assert file.read_bytes() == calibrated.file.read_bytes()
 
 
+@pytest.mark.parametrize("kept", [200, 2000])
+def test_a_document_that_is_cut_off_can_be_replaced(kept: int, calibrated: Calibrated, tmp_path: Path) -> None:
+    file = copied(calibrated, tmp_path)
+    document = file.with_suffix(".json")
+    document.write_bytes(document.read_bytes()[:kept])
+    with pytest.raises(DestinationError, match="already exists"):
+        calibrate(TINY, file, SMALL)
+    calibrate(TINY, file, SMALL, force=True)
+    assert document.read_bytes() == calibrated.file.with_suffix(".json").read_bytes()
+
+
 def test_a_model_that_was_only_copied_is_the_same(calibrated: Calibrated, tmp_path: Path) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "copy", copy_function=shutil.copyfile))
     copied(calibrated, tmp_path)

@@ -156,6 +156,12 @@ def test_what_the_data_lack_is_said(zaya: Zaya, tmp_path: Path) -> None:
     assert found.error() == ("auto reads its data twice, and a pipe can be read once", "give a file to --data")
 
 
+def test_what_auto_was_told_of_the_inputs_is_used_even_where_nothing_is_quantized(zaya: Zaya, tmp_path: Path) -> None:
+    data = ("--data", "library", "--samples", "4", "--context", "64")
+    found = zaya("quantize", TINY, tmp_path / "out", "--recipe", "auto", "--target-size", "1GB", "--dry-run", *data)
+    assert (found.code, found.err) == (0, "")
+
+
 def test_a_target_is_for_auto_alone(zaya: Zaya, tmp_path: Path) -> None:
     assert zaya("quantize", TINY, tmp_path / "out", "--target-bits", "5").error()[0].startswith("a target size is for")
     assert zaya("quantize", TINY, tmp_path / "out", "--recipe", "auto").error()[0] == "auto needs one target"

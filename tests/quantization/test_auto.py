@@ -212,6 +212,13 @@ def test_the_published_damages_are_those_of_the_choice(source: Path, whole: Path
     assert [finding.message for finding in check_structure(whole, source).failures] == []
 
 
+def test_statistics_that_cannot_be_used_leave_nothing(source: Path, tmp_path: Path) -> None:
+    given = Calibration(statistics=tmp_path / "none", tokenizer=str(TINY))
+    with pytest.raises(ZayaError, match="no statistics"), choosing(source, tmp_path / "out", given, bits=8.0):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_target_that_cannot_be_met_is_known_at_once(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ZayaError, match="the smallest checkpoint of these schemes has"):
         run(source, tmp_path / "out", bits=3.0, report=lambda stage: pytest.fail(f"{stage} for nothing"))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from zaya_tools.model.loading import build_block
 from zaya_tools.model.streaming import Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import PROTECTED, parameters
+from zaya_tools.quantization.auto import choose_recipe
 from zaya_tools.quantization.block import BlockWork
 from zaya_tools.quantization.calibrated import Calibration, Stage
 from zaya_tools.quantization.group import ALONE
@@ -122,6 +126,43 @@ def test_numbers_that_were_moved_for_their_inputs_may_be_further_off(
     assert {facts.get("learned", False) for facts in measured.values()} == {name != "int4"}
     (limit,) = check_weights(outputs[name], TINY).figures["limits"]
     assert limit["sqnr_db_min"] == least
+
+
+EXPERT = "model.layers.2.mlp.experts"
+
+
+def scale_a_row(held: dict[str, Tensor]) -> None:
+    held[f"{EXPERT}.3.down_proj.weight_scale"][5] *= 4
+
+
+def empty_rows(held: dict[str, Tensor]) -> None:
+    held[f"{EXPERT}.3.up_proj.weight"][8:15] = 0
+
+
+def negate(held: dict[str, Tensor]) -> None:
+    held[f"{EXPERT}.3.down_proj.weight"].neg_()
+
+
+def swap_experts(held: dict[str, Tensor]) -> None:
+    one, other = (f"{EXPERT}.{expert}.down_proj.weight" for expert in (1, 2))
+    held[one], held[other] = held[other], held[one]
+
+
+def permute_rows(held: dict[str, Tensor]) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    held[name] = held[name].roll(1, 0).contiguous()
+
+
+@pytest.mark.parametrize("damage", [scale_a_row, empty_rows, negate, swap_experts, permute_rows])
+def test_damage_to_smoothed_matrices_is_seen_in_the_weights(
+    damage: Callable[[dict[str, Tensor]], None], outputs: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(outputs["int8-smooth"], tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    held = load_file(file)
+    damage(held)
+    save_file(held, file, metadata={"format": "pt"})
+    assert check_weights(tmp_path / "out", TINY).failures
 
 
 def test_learning_pays(divergence: dict[str, float]) -> None:
@@ -448,3 +489,14 @@ def test_recipes_for_the_head_cannot_learn(tmp_path: Path) -> None:
     file.write_text("name: mine\ndescription: x\nobserver: imatrix\nrules:\n  - {role: head, scheme: int4}\n")
     with pytest.raises(ZayaError, match="nothing is learnt of what goes into the head"):
         quantize(tmp_path / "source", tmp_path / "out", file, calibration=GIVEN)
+
+
+@pytest.mark.parametrize("name", ["int4-gptq", "auto"])
+def test_broken_weights_are_not_blamed_on_the_text(name: str, tmp_path: Path) -> None:
+    broken = scaled(tmp_path / "broken", "model.layers.5.input_norm.weight", float("inf"))
+    work: Callable[[], Any] = partial(quantize, broken, tmp_path / "out", name, calibration=GIVEN)
+    if name == "auto":
+        work = partial(choose_recipe, broken, tmp_path / "out", GIVEN, bits=9.0)
+    with pytest.raises(NonFiniteError, match=r"since model\.layers\.5\.input_norm\.weight is NaN or infinite"):
+        work()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["broken"]

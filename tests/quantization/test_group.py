@@ -93,11 +93,14 @@ def test_sums_of_two_processes_are_those_of_one(shared: bool) -> None:
     torch.testing.assert_close(first.means(shared=shared), whole.means(shared=shared))
 
 
-def test_what_stops_one_process_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["destination", "source", "option"])
+def test_what_stops_one_process_is_said_once(fault: str, tmp_path: Path) -> None:
     pytest.importorskip("llmcompressor")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("x")
-    done = start("-m", PROGRAM, "quantize", TINY, tmp_path / "there", *OPTIONS)
+    source = tmp_path / "nothing" if fault == "source" else TINY
+    more = ["--device", "gpu"] if fault == "option" else []
+    done = start("-m", PROGRAM, "quantize", source, tmp_path / "there", *OPTIONS, *more)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,18 @@ def stamp_of(file: Path) -> str | None:
     return stamp if isinstance(stamp, str) else None
 
 
+_BEGINNING = re.compile(rb'\{\s*"format": \d+,\s*"identity": "[0-9a-f]{32}",\s*"tool": \{\s*"zaya_tools":')
+
+
 def _is_document(file: Path) -> bool:
-    try:
-        return file.is_file() and read_json(file).keys() >= _DOCUMENT
-    except SourceError:
+    """Whether a file is what is written beside statistics. It may be cut off, too."""
+    if not file.is_file():
         return False
+    try:
+        return read_json(file).keys() >= _DOCUMENT
+    except SourceError:
+        with file.open("rb") as stream:
+            return _BEGINNING.match(stream.read(4096)) is not None
 
 
 def _is_tensors(file: Path) -> bool:

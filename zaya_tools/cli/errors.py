@@ -44,8 +44,9 @@ def run(command: Callable[[], object]) -> None:
         if advice is None or os.environ.get("ZAYA_TRACEBACK"):
             raise
         message, hint, code = advice
-        # There is none where typer has shown its help.
-        if message and not getattr(error, "told", False):
+        # There is none where typer has shown its help. Of several processes on one command the first one speaks: what
+        # goes wrong in one of them is raised in all.
+        if message and not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"):
             sys.stderr.write(f"error: {_line(message)}\n")
             if hint:
                 sys.stderr.write(f"hint: {_line(hint)}\n")

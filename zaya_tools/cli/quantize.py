@@ -125,7 +125,7 @@ def quantize(
         work = plan_quantization(source, auto.recipe if auto else recipe, reading=reading, **planning)
         for warning in _warnings(work, calibration, dry_run=dry_run, kernels=device in ("auto", "cpu")):
             out.warn(warning)
-        own_device(device, group)  # known to be there before anything else is said
+        group.run(lambda: own_device(device, group))  # known to be there before anything else is said
         if auto is not None:
             show_choice(out, auto)
         if dry_run:
@@ -160,9 +160,10 @@ def quantize(
 def _warnings(work: Quantization, calibration: Calibration, *, dry_run: bool, kernels: bool) -> Iterator[str]:
     from zaya_tools.quantization.calibrated import lacking, needs_calibration
     from zaya_tools.quantization.native import missing
+    from zaya_tools.quantization.recipe import AUTO
 
     yield from work.warnings
-    if not needs_calibration(work) and (calibration.statistics or calibration.choice):
+    if work.recipe.name != AUTO and not needs_calibration(work) and (calibration.statistics or calibration.choice):
         yield f"recipe {work.recipe.name} takes nothing from data: --stats and --data are not used"
     error = lacking(work, calibration)
     if dry_run and error is not None:

@@ -211,12 +211,15 @@ def _measure(unit: Unit, model: Side, reference: Side) -> Outcome:
     bad, reference_bad = _Bad(unit.columns), _Bad(unit.columns)
     noises, signals, powers = [], [], []
     equal, rounded = True, narrower
+    decoder = model.decoder(unit) or reference.decoder(unit)
+    scaling = _Scaling(unit, model, reference) if decoder is not None and _smoothed(unit, model, reference) else None
     for first, last in spans(unit):
         values, wanted = model.values(unit, first, last), reference.values(unit, first, last)
         equal = equal and _alike(unit, values, wanted)
         if rounded and mine is not None:
             expected = as_tensor(from_float32(np.ascontiguousarray(wanted.numpy()), mine), mine, wanted.shape)
             rounded = _alike(unit, values, expected.float())
+        wanted = wanted if scaling is None else scaling(values, wanted)
         powers.append(_powers(values, bad, first))
         signals.append(_powers(wanted, reference_bad, first))
         noises.append(_powers(values - wanted))
@@ -230,7 +233,6 @@ def _measure(unit: Unit, model: Side, reference: Side) -> Outcome:
         return Outcome(unit, "baked", **details)
     if equal and plain:
         return Outcome(unit, "equal" if mine == other else "widened", **details)
-    decoder = model.decoder(unit) or reference.decoder(unit)
     status: Status = "quantized" if decoder is not None else "rounded" if rounded else "different"
     least = EXACT
     if decoder is not None:
@@ -239,6 +241,41 @@ def _measure(unit: Unit, model: Side, reference: Side) -> Outcome:
         _rows_off(rows[0], rows[1], least, off := _Bad(1))
         details |= {"rows_off": off.found, "scheme": decoder.label}
     return Outcome(unit, status, error, _decibel(signal, noise), least, zeros=power == 0 < signal, **details)
+
+
+def _smoothed(unit: Unit, *sides: Side) -> bool:
+    return any({unit.name, unit.parameter.name} & side.opened.smoothed for side in sides)
+
+
+class _Scaling:
+    """The reference with the factors that smoothing gave it, one for each channel between the two matrices of a pair.
+
+    They are the ones that fit best by least squares: columns of down and output projections, rows of what comes before.
+    """
+
+    def __init__(self, unit: Unit, model: Side, reference: Side) -> None:
+        self._columns: Tensor | None = None
+        if unit.half == "down" or unit.parameter.local.endswith("o_proj.weight"):
+            pairs = ((model.values(unit, *span), reference.values(unit, *span)) for span in spans(unit))
+            sums = [torch.stack(_products(values, wanted, 0)) for values, wanted in pairs]
+            self._columns = _factors(*torch.stack(sums).sum(0))
+
+    def __call__(self, values: Tensor, wanted: Tensor) -> Tensor:
+        """Rows of the reference as they should be in the model."""
+        if self._columns is not None:
+            return wanted * self._columns
+        return wanted * _factors(*_products(values, wanted, 1))[:, None]
+
+
+def _products(values: Tensor, wanted: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    mine, other = (torch.nan_to_num(t.double(), posinf=0.0, neginf=0.0) for t in (values, wanted))
+    return (mine * other).sum(dim), other.square().sum(dim)
+
+
+def _factors(products: Tensor, squares: Tensor) -> Tensor:
+    """1 where the best would be none that smoothing gives: it turns no sign and empties nothing."""
+    found = products / squares
+    return torch.where((found > 1e-3) & (found < 1e3), found, 1.0).float()
 
 
 def _dtype(side: Side, unit: Unit) -> str | None:

@@ -65,13 +65,11 @@ def check_weights(
         torch.set_num_threads(before)
     findings += _whole(outcomes)
     findings += _numbers(outcomes)
-    apart = [outcome for outcome in outcomes if _smoothed(outcome, opened)]
-    judged = [outcome for outcome in outcomes if not _smoothed(outcome, opened)]
     if against is not None:
-        findings += _wrong(judged, model, against)
-        findings += _converted(judged)
-        findings += _apart(apart)
-    findings += [*_zeros(outcomes), *_rows(judged)]
+        findings += _wrong(outcomes, model, against)
+        findings += _converted(outcomes)
+        findings += _apart([outcome for outcome in outcomes if _smoothed(outcome, opened)])
+    findings += [*_zeros(outcomes), *_rows(outcomes)]
     return CheckResult(CHECK, tuple(findings), _figures(opened, other, outcomes))
 
 
@@ -125,7 +123,7 @@ def _smoothed(outcome: Outcome, opened: Opened) -> bool:
 def _apart(outcomes: Sequence[Outcome]) -> Iterator[Finding]:
     if outcomes:
         names = [outcome.unit.name for outcome in outcomes]
-        text = "scaled against a neighbour by smoothing, says the manifest: judged by the likelihood alone"
+        text = "scaled against a neighbour by smoothing, says the manifest: compared up to a factor a channel"
         yield about(CHECK, "note", f"tensor was {text}", f"tensors were {text}", plain(names), names)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from zaya_tools import __version__
 from zaya_tools.calibration.data import Choice, Sample, sample
 from zaya_tools.calibration.identity import identity
+from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.run import Pass, statistics_file
 from zaya_tools.calibration.statistics import load
 from zaya_tools.calibration.workspace import Workspace, open_workspace
@@ -125,6 +126,7 @@ class _Job:
     units: tuple[Unit, ...]
     target: int
     fingerprint: str
+    moments: Mapping[str, Moments] | None
 
     @property
     def stamp(self) -> str:
@@ -150,9 +152,8 @@ class _Job:
         weights, given = self.weights, self.calibration
         if self.observer == GPTQ:
             return Followed(Stream(weights, weights.ends(), self.ids, budget=given.budget // 2))
-        if given.statistics is not None:
-            held = load(statistics_file(given.statistics), weights.architecture, identity(self.plain.found))
-            return Recorded(weights, held.moments)
+        if self.moments is not None:
+            return Recorded(weights, self.moments)
         passes = Pass(weights, weights.ends(), space, given.budget,
                       lambda done: say(Stage(done.stage, done.block, done.blocks)))  # fmt: skip
         return Recorded(weights, passes.measure(self.ids)[0])
@@ -164,7 +165,7 @@ def _plan(
 ) -> _Job:  # fmt: skip
     if (size is None) == (bits is None):
         raise ZayaError("auto needs one target", "give either --target-size or --target-bits")
-    if bits is not None and not 0 < bits <= 64:
+    if bits is not None and not 0 < bits <= 32:
         raise ZayaError(
             f"{bits} bits a weight cannot be", "a weight has 16 in a checkpoint, and 4 in the smallest scheme"
         )
@@ -195,7 +196,10 @@ def _plan(
         "target": target,
     }
     stamp = blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    return _Job(plain, weights, calibration, observer, drawn.ids, units, target, stamp)
+    moments = None
+    if observer != GPTQ and calibration.statistics is not None:
+        moments = load(statistics_file(calibration.statistics), a, identity(plain.found)).moments
+    return _Job(plain, weights, calibration, observer, drawn.ids, units, target, stamp, moments)
 
 
 def _digest(calibration: Calibration, observer: Observer, drawn: Sample) -> list[Any]:

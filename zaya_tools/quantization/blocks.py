@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from zaya_tools.calibration.broken import explaining
 from zaya_tools.calibration.moments import Moments
 from zaya_tools.calibration.workspace import Workspace
 from zaya_tools.checkpoint.pump import Segment
@@ -75,7 +76,8 @@ def quantize_blocks(
         finished = group.collect(space is not None and space.read(_record(index)) is not None)[0]
         if finished and states is None:
             continue
-        _one_block(BlockWork(weights, index, decisions, known.moments, states, group), space, finished)
+        with explaining(weights, index):
+            _one_block(BlockWork(weights, index, decisions, known.moments, states, group), space, finished)
         if states is not None and space is not None and group.size == 1:
             space.save_states(STAGE, index, states)
         if report is not None:

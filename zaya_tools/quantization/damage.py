@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
+from zaya_tools.calibration.broken import explaining
 from zaya_tools.calibration.observing import sites
 from zaya_tools.calibration.run import check_finite
 from zaya_tools.calibration.workspace import Workspace
@@ -126,17 +127,18 @@ def _weigh(
         trials = {int(number): _Trial(moved, reference.fork()) for number, moved in record["facts"]["moved"].items()}
         done = space.load_states(STAGE, _streams(reference, trials, inputs))
     for index in range(done + 1, a.blocks):
-        tensors = weights.dense(index)
-        plain = build_block(a, index, tensors, dtype=weights.dtype, device=weights.device, cast_experts=False)
-        for trial in trials.values():
-            trial.states.run(index, plain)
-        before = reference.fork()
-        reference.run(index, plain)
-        for number, unit in enumerate(units):
-            if unit.block == index and len(unit.options) > 1:
-                trials[number] = _tried(weights, unit, tensors, plain, inputs, before, reference)
-        check_finite(reference, index)  # after what could name the expert
-        inputs.advance(index, plain)
+        with explaining(weights, index):
+            tensors = weights.dense(index)
+            plain = build_block(a, index, tensors, dtype=weights.dtype, device=weights.device, cast_experts=False)
+            for trial in trials.values():
+                trial.states.run(index, plain)
+            before = reference.fork()
+            reference.run(index, plain)
+            for number, unit in enumerate(units):
+                if unit.block == index and len(unit.options) > 1:
+                    trials[number] = _tried(weights, unit, tensors, plain, inputs, before, reference)
+            check_finite(reference, index)  # after what could name the expert
+            inputs.advance(index, plain)
         _save(space, index, reference, trials, inputs)
         report(STAGE, index, a.blocks)
     found: dict[str, float] = space.read(_FOUND) or {}

@@ -39,10 +39,7 @@ class Group:
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives here, when it is through everywhere. A ZayaError in any process is raised in all of them.
-
-        Where it is another process's, it is marked as told: one of them is enough to say it.
-        """
+        """What `work` gives here, when it is through everywhere. A ZayaError in any process is raised in all."""
         if self.size == 1:
             return work()
         error: ZayaError | None = None
@@ -51,14 +48,10 @@ class Group:
             result = work()
         except ZayaError as found:
             error = found
-        errors = self.collect(error)
-        first = next((rank for rank, found in enumerate(errors) if found is not None), None)
-        if first is None:
-            return cast("T", result)
-        raised = errors[first]
-        assert raised is not None
-        raised.told = not self.leads
-        raise raised
+        raised = next((found for found in self.collect(error) if found is not None), None)
+        if raised is not None:
+            raise raised
+        return cast("T", result)
 
     def lead(self, work: Callable[[], T]) -> T:
         """What `work` gives in the first process, which alone does it."""

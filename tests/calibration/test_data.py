@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +234,20 @@ def test_settings_that_make_no_sense(choice: Choice) -> None:
 def test_another_models_tokenizer_is_found_out() -> None:
     with pytest.raises(ZayaError, match="the model has 100"):
         sample(Choice(samples=1, context=64), TINY, 100)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": "Let me see."}])
+@pytest.mark.parametrize("stated", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_calls_of_tools_are_what_templates_go_through(tmp_path: Path, content: dict[str, Any], stated: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    renderer = ChatRenderer(with_template(tmp_path / "tokenizer", template))
+    calls: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather", "arguments": stated}}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls, **content}]
+    said = content.get("content") or ""
+    assert renderer(turns, "line 1") == f"?|{said}|weather city=Paris"
+    calls[0]["function"]["arguments"] = "no JSON"
+    assert renderer(turns, "line 2") == ""
+    assert renderer.unusable == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,27 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 def _message(turn: Any, where: str) -> dict[str, Any]:
     """A turn as templates take it; its role is None where ShareGPT's word for it says nothing."""
     if isinstance(turn, Mapping):
-        if isinstance(turn.get("role"), str) and "content" in turn:
-            return {key: value for key, value in turn.items() if value is not None}
+        if isinstance(turn.get("role"), str) and ("content" in turn or turn.get("tool_calls")):
+            held = {key: value for key, value in turn.items() if value is not None}
+            if isinstance(held.get("tool_calls"), list):
+                calls = [_call(call) for call in held["tool_calls"]]
+                held = {"content": "", **held, "tool_calls": calls}
+            return held
         if isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str):
             return {"role": _ROLES.get(turn["from"]), "content": turn["value"]}
     raise ZayaError(
         f"{where}: a turn of the conversation has no role and content",
         "turns are objects with role and content, or with from and value",
     )
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments, which travel as JSON in a string, are the object that templates go through."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):  # the template may take it as it is
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.calibration.support import SMALL
 from zaya_tools.calibration.identity import identity
 from zaya_tools.calibration.run import Calibrated, calibrate, statistics_file
-from zaya_tools.calibration.statistics import KINDS, digest_of, load
+from zaya_tools.calibration.statistics import KINDS, load
+from zaya_tools.checkpoint.destination import digest_of
 from zaya_tools.data import TINY
 from zaya_tools.errors import ZayaError
 from zaya_tools.model.weights import Weights

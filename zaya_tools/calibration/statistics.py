@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from zaya_tools.architecture import Architecture
 from zaya_tools.calibration.moments import BINS, RANK, Moments
 from zaya_tools.calibration.observing import sites
-from zaya_tools.checkpoint.source import BLOCK, read_json
+from zaya_tools.checkpoint.destination import digest_of
+from zaya_tools.checkpoint.source import read_json
 from zaya_tools.errors import SourceError, ZayaError
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.parameters import Parameter, Role, parameters
@@ -152,15 +152,6 @@ def save(statistics: Statistics, architecture: Architecture, file: Path, work: P
         _sync(made)
         made.rename(target)
     return document
-
-
-def digest_of(file: Path) -> str:
-    """The BLAKE3 of a file's bytes, in hex."""
-    digest = blake3()
-    with file.open("rb") as stream:
-        while data := stream.read(BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _sync(file: Path) -> None:

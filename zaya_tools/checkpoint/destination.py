@@ -92,10 +92,11 @@ def _as_listed(file: Path, facts: Any) -> bool:
         return False
     size = file.stat().st_size
     # Hashing shards of gigabytes again would make --force slow; whoever edits a small file changes its digest.
-    return size == facts.get("bytes") and (size > _HASHED or _digest(file) == facts.get("blake3"))
+    return size == facts.get("bytes") and (size > _HASHED or digest_of(file) == facts.get("blake3"))
 
 
-def _digest(file: Path) -> str:
+def digest_of(file: Path) -> str:
+    """The BLAKE3 of a file's bytes, in hex."""
     digest = blake3()
     with file.open("rb") as stream:
         while data := stream.read(BLOCK):

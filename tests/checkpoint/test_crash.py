@@ -153,7 +153,7 @@ def test_killed_before_every_change_while_replacing(
 
 def test_ctrl_c_is_one_line_and_can_be_resumed(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = drive(source=source, destination=out, block=8192, workers=2, delay=0.01, **OPTIONS)
+    process = drive(source=source, destination=out, block=8192, workers=2, delay=0.1, **OPTIONS)
     time.sleep(0.15)
     process.send_signal(signal.SIGINT)
     code, stdout, stderr = finish(process)

@@ -91,7 +91,9 @@ def joined() -> Iterator[Group]:
         raise ZayaError("the processes are on several machines", "start them on one: torchrun --nproc-per-node N")
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)
     try:
-        yield Group(dist.get_rank(), dist.get_world_size())
+        group = Group(dist.get_rank(), dist.get_world_size())
+        yield group
+        group.collect(None)  # nobody takes down what another still talks through
     finally:
         dist.destroy_process_group()
 

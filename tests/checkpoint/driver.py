@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,8 @@ def main(options: dict[str, Any]) -> None:
             time.sleep(600)
         time.sleep(delay)
 
+    # A shell that runs its jobs in the background lets them ignore Ctrl-C, and that is handed down to here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("started", flush=True)
     result = convert(**options, advance=advance)
     # Not ru_maxrss, which a process inherits from the one that started it.

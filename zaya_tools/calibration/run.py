@@ -37,7 +37,7 @@ from zaya_tools.checkpoint.destination import partial_folder, settle
 from zaya_tools.checkpoint.hub import expand, locate
 from zaya_tools.checkpoint.plan import stamps
 from zaya_tools.errors import DestinationError, LayoutError, NonFiniteError, ZayaError
-from zaya_tools.evaluation.validation import DTYPES
+from zaya_tools.evaluation.validation import compute_dtype
 from zaya_tools.model.block import Block
 from zaya_tools.model.device import choose_device
 from zaya_tools.model.ends import Ends
@@ -105,18 +105,15 @@ def calibrate(
     After a kill `resume=True` goes on with the blocks that were finished and gives the same bytes.
     """
     wanted = settings or Settings()
-    if wanted.dtype not in DTYPES:
-        raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
+    dtype = compute_dtype(wanted.dtype)
     file = statistics_file(destination)
     folder, name = locate(str(model))
     check_destination(file, folder, force or resume)
-    weights = Weights.open(folder, dtype=DTYPES[wanted.dtype], device=choose_device(wanted.device))
+    weights = Weights.open(folder, dtype=dtype, device=choose_device(wanted.device))
     a = weights.architecture
     if weights.found.quantized:
         raise LayoutError(f"{name} is quantized already", "calibrate the checkpoint that it was made from")
-    tokenizer = expand(wanted.tokenizer) if wanted.tokenizer else weights.source.side_folder
-    pool = POOL if wanted.balance else 1
-    drawn = sample(wanted.choice, tokenizer, a.vocab_size, pool=pool, positions=a.max_positions)
+    drawn = draw(weights, wanted.choice, wanted.tokenizer, pool=POOL if wanted.balance else 1)
     who = identity(weights.found)
     options = {**asdict(wanted.choice), "balance": wanted.balance, "dtype": wanted.dtype}
     # What the figures depend on. An unfinished run is tied to the very files as well: they might change in between.
@@ -148,6 +145,13 @@ def calibrate(
         check_destination(file, folder, replace=True)  # what came there meanwhile is nobody's to replace
         document = save(found, a, file, space.folder)
     return Calibrated(file, found, document, found.starved(wanted.min_expert_tokens))
+
+
+def draw(weights: Weights, choice: Choice, tokenizer: str | None, *, pool: int = 1) -> Sample:
+    """What `sample` gives of a choice for a model, by its own tokenizer or the one in the folder `tokenizer`."""
+    folder = expand(tokenizer) if tokenizer else weights.source.side_folder
+    a = weights.architecture
+    return sample(choice, folder, a.vocab_size, pool=pool, positions=a.max_positions)
 
 
 def statistics_file(destination: str | Path) -> Path:

@@ -212,7 +212,8 @@ def _measure(unit: Unit, model: Side, reference: Side) -> Outcome:
     noises, signals, powers = [], [], []
     equal, rounded = True, narrower
     decoder = model.decoder(unit) or reference.decoder(unit)
-    scaling = _Scaling(unit, model, reference) if decoder is not None and _smoothed(unit, model, reference) else None
+    smoothed = any(unit.names & side.opened.smoothed for side in (model, reference))
+    scaling = _Scaling(unit, model, reference) if decoder is not None and smoothed else None
     for first, last in spans(unit):
         values, wanted = model.values(unit, first, last), reference.values(unit, first, last)
         equal = equal and _alike(unit, values, wanted)
@@ -236,15 +237,10 @@ def _measure(unit: Unit, model: Side, reference: Side) -> Outcome:
     status: Status = "quantized" if decoder is not None else "rounded" if rounded else "different"
     least = EXACT
     if decoder is not None:
-        names = {unit.name, unit.parameter.name}
-        least = limit(decoder, any(names & side.opened.learned for side in (model, reference)))
+        least = limit(decoder, any(unit.names & side.opened.learned for side in (model, reference)))
         _rows_off(rows[0], rows[1], least, off := _Bad(1))
         details |= {"rows_off": off.found, "scheme": decoder.label}
     return Outcome(unit, status, error, _decibel(signal, noise), least, zeros=power == 0 < signal, **details)
-
-
-def _smoothed(unit: Unit, *sides: Side) -> bool:
-    return any({unit.name, unit.parameter.name} & side.opened.smoothed for side in sides)
 
 
 class _Scaling:

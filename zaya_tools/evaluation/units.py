@@ -33,6 +33,11 @@ class Unit:
         return self.rows * self.columns
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names that a manifest may have for what it is part of: its own, and that of a stack of experts."""
+        return frozenset((self.name, self.parameter.name))
+
+    @property
     def module(self) -> str:
         """The runtime module that owns it."""
         return self.name.rpartition(".")[0]

@@ -40,6 +40,13 @@ _PROMPTS, _PROMPT_TOKENS = 4, 24
 Report = Callable[[str], None]
 
 
+def compute_dtype(name: str) -> torch.dtype:
+    """The dtype to compute in that is asked for by name; ZayaError for another than those of DTYPES."""
+    if name not in DTYPES:
+        raise ZayaError(f"unknown dtype {name!r}", f"choose {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
 @dataclass(frozen=True)
 class Settings:
     """What to check, on what text and how. `limits` override the scheme's own where they are not None.
@@ -122,7 +129,7 @@ def validate(
 
 def _run(folder: Path, against: Path | None, wanted: Settings, limits: Limits, say: Report) -> list[CheckResult]:
     device = choose_device(wanted.device)
-    dtype = DTYPES[wanted.dtype]
+    dtype = compute_dtype(wanted.dtype)
     weights = Weights.open(folder, dtype=dtype, device=device)
     reference = Weights.open(against, dtype=dtype, device=device) if against else None
     source = _tokenizer_folder(folder, against, wanted)
@@ -184,8 +191,7 @@ def _check_settings(wanted: Settings) -> None:
     if unknown or not wanted.checks:
         what = f"unknown check {unknown[0]!r}" if unknown else "no checks"
         raise ZayaError(what, f"choose among {', '.join(CHECKS)}")
-    if wanted.dtype not in DTYPES:
-        raise ZayaError(f"unknown dtype {wanted.dtype!r}", f"choose {' or '.join(DTYPES)}")
+    compute_dtype(wanted.dtype)
     if wanted.engine not in ENGINES:
         raise ZayaError(f"unknown engine {wanted.engine!r}", f"choose {' or '.join(ENGINES)}")
     if not wanted.vllm_timeout > 0:

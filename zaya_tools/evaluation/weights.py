@@ -116,8 +116,7 @@ def _where(bad: Bad) -> str:
 
 
 def _smoothed(outcome: Outcome, opened: Opened) -> bool:
-    names = (outcome.unit.name, outcome.unit.parameter.name)
-    return outcome.status == "quantized" and any(name in opened.smoothed for name in names)
+    return outcome.status == "quantized" and bool(outcome.unit.names & opened.smoothed)
 
 
 def _apart(outcomes: Sequence[Outcome]) -> Iterator[Finding]:

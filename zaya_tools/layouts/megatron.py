@@ -87,32 +87,38 @@ def trainer_state(a: Architecture) -> list[tuple[str, str, tuple[int, ...], int]
     return found
 
 
-_LAYER = re.compile(r"(?P<before>(?:^|.*\.)decoder\.layers\.|(?:^|.*\.)model\.layers\.)(?P<layer>\d+)(?P<after>\..*)")
-_LOCAL_EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
+_LAYER = re.compile(r"(?P<before>(?:^|.*\.)decoder\.layers\.|(?:^|.*\.)model\.layers\.)(?P<number>\d+)(?P<after>\..*)")
+_LOCAL_EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<after>\..*)")
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    found = pattern.fullmatch(name)
+    return int(found["number"]) if found else None
+
+
+def _counted_from(pattern: re.Pattern[str], name: str, first: int) -> str:
+    found = pattern.fullmatch(name)
+    return f"{found['before']}{int(found['number']) + first}{found['after']}" if found else name
 
 
 def layer_of(name: str) -> int | None:
     """The number of the half-layer that a tensor is of, None outside them."""
-    found = _LAYER.fullmatch(name)
-    return int(found["layer"]) if found else None
+    return _number(_LAYER, name)
 
 
 def with_layer(name: str, first: int) -> str:
     """The name of a pipeline stage's tensor in the whole model; the stage begins with half-layer `first`."""
-    found = _LAYER.fullmatch(name)
-    return f"{found['before']}{int(found['layer']) + first}{found['after']}" if found else name
+    return _counted_from(_LAYER, name, first)
 
 
 def expert_of(name: str) -> int | None:
     """The number of the expert that a tensor is of, None for what is of no single expert."""
-    found = _LOCAL_EXPERT.fullmatch(name)
-    return int(found["expert"]) if found else None
+    return _number(_LOCAL_EXPERT, name)
 
 
 def with_expert(name: str, first: int) -> str:
     """The name of an expert-parallel rank's tensor in the whole model; the rank begins with expert `first`."""
-    found = _LOCAL_EXPERT.fullmatch(name)
-    return f"{found['before']}{int(found['expert']) + first}{found['after']}" if found else name
+    return _counted_from(_LOCAL_EXPERT, name, first)
 
 
 _SPLIT = (

@@ -14,11 +14,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from zaya_tools import __version__
-from zaya_tools.calibration.data import Choice, Sample, sample
-from zaya_tools.calibration.identity import identity
+from zaya_tools.calibration.data import Choice
 from zaya_tools.calibration.moments import Moments
-from zaya_tools.calibration.run import Pass, statistics_file
-from zaya_tools.calibration.statistics import load
+from zaya_tools.calibration.run import draw
 from zaya_tools.calibration.workspace import Workspace, open_workspace
 from zaya_tools.checkpoint.destination import check_destination, listed_files, partial_folder, settle
 from zaya_tools.checkpoint.manifest import source_files
@@ -27,12 +25,12 @@ from zaya_tools.checkpoint.plan import stamps
 from zaya_tools.checkpoint.source import read_json
 from zaya_tools.checkpoint.writer import recover
 from zaya_tools.errors import ZayaError
-from zaya_tools.evaluation.validation import DTYPES
+from zaya_tools.evaluation.validation import compute_dtype
 from zaya_tools.model.device import choose_device
 from zaya_tools.model.streaming import Stream
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import total
-from zaya_tools.quantization.calibrated import Calibration, Report, Stage
+from zaya_tools.quantization.calibrated import Calibration, Report, Stage, measured, read_statistics
 from zaya_tools.quantization.conversion import Quantization, plan_quantization
 from zaya_tools.quantization.damage import CANDIDATES, Option, Unit, copies, measure_units, units_of
 from zaya_tools.quantization.gptq import kernel
@@ -154,9 +152,7 @@ class _Job:
             return Followed(Stream(weights, weights.ends(), self.ids, budget=given.budget // 2))
         if self.moments is not None:
             return Recorded(weights, self.moments)
-        passes = Pass(weights, weights.ends(), space, given.budget,
-                      lambda done: say(Stage(done.stage, done.block, done.blocks)))  # fmt: skip
-        return Recorded(weights, passes.measure(self.ids)[0])
+        return Recorded(weights, measured(weights, self.ids, given.budget, space, say))
 
 
 def _plan(
@@ -170,9 +166,7 @@ def _plan(
             f"{bits} bits a weight cannot be", "a weight has 16 in a checkpoint, and 4 in the smallest scheme"
         )
     plain = plan_quantization(source, "bf16", reading=reading, **planning)
-    if calibration.dtype not in DTYPES:
-        raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
-    weights = Weights(plain.source, plain.found, DTYPES[calibration.dtype], choose_device(device))
+    weights = Weights(plain.source, plain.found, compute_dtype(calibration.dtype), choose_device(device))
     target = size if size is not None else int((bits or 0) * total(weights.architecture) / 8)
     if calibration.statistics is None and calibration.choice is None:
         raise ZayaError(
@@ -183,31 +177,22 @@ def _plan(
     units = units_of(weights, planning.get("tensor_parallel", 1))
     # A target that cannot be met is known before anything is weighed.
     choose(units, plain.plan.data_bytes - sum(unit.options[-1].nbytes for unit in units), target)
-    folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else plain.source.side_folder
-    a = weights.architecture
-    choice = calibration.choice or Choice(context=min(Choice().context, a.max_positions))
-    drawn = sample(choice, folder, a.vocab_size, positions=a.max_positions)
+    choice = calibration.choice or Choice(context=min(Choice().context, weights.architecture.max_positions))
+    drawn = draw(weights, choice, calibration.tokenizer)
     observer = _observer(calibration)
+    inputs, moments = [drawn.digest], None
+    if observer != GPTQ and calibration.statistics is not None:
+        held, digest = read_statistics(calibration.statistics, weights)
+        inputs, moments = [drawn.digest, digest], held.moments
     record = {
         "versions": [__version__, torch.__version__],
         "source": [source_files(plain.source.headers), plain.options],
         "computing": [weights.device.type, calibration.dtype, observer, CANDIDATES],
-        "inputs": _digest(calibration, observer, drawn),
+        "inputs": inputs,
         "target": target,
     }
-    stamp = blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    moments = None
-    if observer != GPTQ and calibration.statistics is not None:
-        moments = load(statistics_file(calibration.statistics), a, identity(plain.found)).moments
-    return _Job(plain, weights, calibration, observer, drawn.ids, units, target, stamp, moments)
-
-
-def _digest(calibration: Calibration, observer: Observer, drawn: Sample) -> list[Any]:
-    if observer == GPTQ or calibration.statistics is None:
-        return [drawn.digest]
-    file = statistics_file(calibration.statistics)
-    # Where there is no such file, reading it says so.
-    return [drawn.digest, blake3(file.read_bytes()).hexdigest() if file.is_file() else None]
+    fingerprint = blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return _Job(plain, weights, calibration, observer, drawn.ids, units, target, fingerprint, moments)
 
 
 def _observer(calibration: Calibration) -> Observer:

@@ -88,20 +88,21 @@ def _record(block: int) -> str:
     return f"block-{STAGE}-{block}.json"
 
 
-def _tensors(block: int) -> str:
+def tensors_file(block: int) -> str:
+    """The file of a workspace that has what a block's matrices became."""
     return f"block-{STAGE}-{block}.safetensors"
 
 
 def _one_block(work: BlockWork, space: Workspace | None, finished: bool) -> None:
     """Quantize a block, or take what it became, and let the data pass it."""
     if finished:
-        held = space is not None and (space.folder / _tensors(work.index)).exists()
-        work.recall(work.group.collect(space.read_tensors(_tensors(work.index)) if space and held else {})[0])
+        held = space is not None and (space.folder / tensors_file(work.index)).exists()
+        work.recall(work.group.collect(space.read_tensors(tensors_file(work.index)) if space and held else {})[0])
     else:
         tensors, record = work.run()
         if space is not None:
             if tensors:
-                space.write_tensors(_tensors(work.index), tensors)
+                space.write_tensors(tensors_file(work.index), tensors)
             space.write(_record(work.index), record)
     work.pass_on()
 

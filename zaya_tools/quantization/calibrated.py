@@ -14,11 +14,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from zaya_tools import __version__
-from zaya_tools.calibration.data import Choice, sample, shortfalls
+from zaya_tools.calibration.data import Choice, shortfalls
 from zaya_tools.calibration.identity import identity
 from zaya_tools.calibration.moments import Moments
-from zaya_tools.calibration.run import Pass, Progress, statistics_file
-from zaya_tools.calibration.statistics import load
+from zaya_tools.calibration.run import Pass, Progress, draw, statistics_file
+from zaya_tools.calibration.statistics import Statistics, load, read_document
 from zaya_tools.calibration.workspace import EVERY, Workspace, open_workspace
 from zaya_tools.checkpoint.destination import partial_folder
 from zaya_tools.checkpoint.header import read_header
@@ -26,12 +26,19 @@ from zaya_tools.checkpoint.plan import COPY, Output, Piece, Shard, stamps
 from zaya_tools.checkpoint.pump import Segment, ShardDigest
 from zaya_tools.errors import DestinationError, ZayaError
 from zaya_tools.evaluation.opened import LEARNED, SMOOTHED
-from zaya_tools.evaluation.validation import DTYPES
+from zaya_tools.evaluation.validation import compute_dtype
 from zaya_tools.layouts.native import NATIVE_PER_EXPERT
 from zaya_tools.model.streaming import BUDGET
 from zaya_tools.model.weights import Weights
 from zaya_tools.parameters import parameters
-from zaya_tools.quantization.blocks import STAGE, Knowledge, needs_passes, needs_statistics, quantize_blocks, record_of
+from zaya_tools.quantization.blocks import (
+    Knowledge,
+    needs_passes,
+    needs_statistics,
+    quantize_blocks,
+    record_of,
+    tensors_file,
+)
 from zaya_tools.quantization.gptq import kernel
 from zaya_tools.quantization.group import ALONE, Group
 from zaya_tools.quantization.planning import QuantizedOutput
@@ -111,9 +118,7 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
         raise missing
     if needs_passes(decisions):
         kernel()
-    if calibration.dtype not in DTYPES:
-        raise ZayaError(f"unknown dtype {calibration.dtype!r}", f"choose {' or '.join(DTYPES)}")
-    weights = Weights(work.source, work.found, DTYPES[calibration.dtype], device)
+    weights = Weights(work.source, work.found, compute_dtype(calibration.dtype), device)
     moments: Mapping[str, Moments] = {}
     ids: Tensor | None = None
     notes: tuple[str, ...] = ()
@@ -122,20 +127,25 @@ def learn(work: Quantization, calibration: Calibration, device: torch.device, gr
         record["processes"] = group.size  # sums over shares of the data are rounded otherwise
         if calibration.choice is not None and not calibration.choice.repeatable:
             raise ZayaError("several processes cannot read one pipe", "give a file to --data")
-    file = statistics_file(calibration.statistics) if calibration.statistics is not None else None
-    if file is not None and needs_statistics(decisions):
-        held = load(file, weights.architecture, identity(work.found))
+    if calibration.statistics is not None and needs_statistics(decisions):
+        held, digest = read_statistics(calibration.statistics, weights)
         moments = held.moments
-        record["statistics"] = {"data": held.facts.get("data"), "blake3": blake3(file.read_bytes()).hexdigest()}
+        record["statistics"] = {"data": held.facts.get("data"), "blake3": digest}
     if needs_passes(decisions) or not moments:
         assert calibration.choice is not None
-        folder = Path(calibration.tokenizer).expanduser() if calibration.tokenizer else work.source.side_folder
-        a, choice = weights.architecture, calibration.choice
-        drawn = sample(choice, folder, a.vocab_size, positions=a.max_positions)
+        drawn = draw(weights, calibration.choice, calibration.tokenizer)
         ids = drawn.ids
-        notes = tuple(shortfalls(len(ids), choice.samples, drawn.unusable, drawn.reason))
+        notes = tuple(shortfalls(len(ids), calibration.choice.samples, drawn.unusable, drawn.reason))
         record["data"] = {**asdict(calibration.choice), "windows": len(ids), "digest": drawn.digest}
     return Learned(weights, Knowledge(moments, ids), record, notes)
+
+
+def read_statistics(name: str | Path, weights: Weights) -> tuple[Statistics, str]:
+    """The statistics of this very model that a name means, and the BLAKE3 of their tensors. Raises as `load` does."""
+    file = statistics_file(name)
+    held = load(file, weights.architecture, identity(weights.found))
+    digest: str = read_document(file)["tensors"]["blake3"]  # which loading has held against the bytes
+    return held, digest
 
 
 @dataclass(frozen=True)
@@ -186,8 +196,8 @@ def prepared(
         opened = _workspace(work, destination, learned, resume=resume, force=force, every=calibration.every)
         space = group.run(lambda: stack.enter_context(opened) if group.leads else None)
         if needs_statistics(decisions) and not known.moments:
-            measured = group.run(lambda: _measured(weights, known.ids, calibration.budget, space, say) if space else {})
-            known = Knowledge(group.collect(measured)[0], known.ids)
+            found = group.run(lambda: measured(weights, known.ids, calibration.budget, space, say) if space else {})
+            known = Knowledge(group.collect(found)[0], known.ids)
         quantize_blocks(
             weights, decisions, known, space, group=group, budget=calibration.budget,
             report=lambda block, blocks: say(Stage("quantizing", block, blocks)),
@@ -215,9 +225,8 @@ def _workspace(
     return open_workspace(_beside(destination), stamp, resume=resume, force=force, every=every)
 
 
-def _measured(
-    weights: Weights, ids: Tensor | None, budget: int, space: Workspace, say: Report
-) -> Mapping[str, Moments]:
+def measured(weights: Weights, ids: Tensor | None, budget: int, space: Workspace, say: Report) -> Mapping[str, Moments]:
+    """Moments by parameter name, of a pass over token ids [sequences, tokens] that goes on where `space` says."""
     assert ids is not None
 
     def report(done: Progress) -> None:
@@ -228,7 +237,7 @@ def _measured(
 
 def _collect(space: Workspace, blocks: int, work: Quantization) -> Prepared:
     tensors: dict[str, TensorInfo] = {}
-    for file in (space.folder / f"block-{STAGE}-{index}.safetensors" for index in range(blocks)):
+    for file in (space.folder / tensors_file(index) for index in range(blocks)):
         if file.exists():
             tensors |= {tensor.name: tensor for tensor in read_header(file).tensors}
     record = record_of(space, blocks)
